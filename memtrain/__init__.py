@@ -1,0 +1,41 @@
+"""Memory-aware training for PyTorch: plan the real step inside a memory budget, then train with exactly that plan."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. Resolved on first use, so that `import memtrain` loads neither torch nor
+# anything else that is heavy (tests/cpu/test_lean_import.py).
+_PUBLIC = {
+    "AdamW": "memtrain.job",
+    "Budget": "memtrain.job",
+    "Constant": "memtrain.job",
+    "Cosine": "memtrain.job",
+    "Device": "memtrain.device",
+    "Job": "memtrain.job",
+    "NoPlanFits": "memtrain.planner.choice",
+    "Plan": "memtrain.plan",
+    "Trainer": "memtrain.trainer",
+}
+
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from memtrain.device import Device
+    from memtrain.job import AdamW, Budget, Constant, Cosine, Job
+    from memtrain.plan import Plan
+    from memtrain.planner.choice import NoPlanFits
+    from memtrain.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'memtrain' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

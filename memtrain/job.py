@@ -1,0 +1,152 @@
+"""The job: every fact that changes the numbers trained, and the budget it has to fit into.
+
+What only changes memory and speed is a choice and lives in :mod:`memtrain.plan` (rule 2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Self
+
+from memtrain.units import format_bytes, parse_bytes
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {value!r}, and it must be {rule}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101).
+
+    Attributes:
+        learning_rate: peak of the schedule.
+        betas: decay rates of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: applied to parameters of two or more dimensions, so not to biases and norm weights.
+    """
+
+    learning_rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "above 0 and finite")
+        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers from 0 up to, not including, 1")
+        _require(0 < self.eps < math.inf, "eps", self.eps, "above 0")
+        _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
+
+
+Optimizer = AdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """The learning rate stays at its peak after ``warmup_steps`` steps of linear warm-up."""
+
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up, then half a cosine down to ``final_fraction`` of the peak (arXiv 1608.03983, without restarts)."""
+
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "from 0 to 1")
+
+
+Schedule = Constant | Cosine
+
+
+@dataclass(frozen=True)
+class Fp32:
+    """Weights, gradients, optimizer state and activations in 32-bit floating point."""
+
+
+Precision = Fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: the model as printed: a path, a hub id, a configuration or a class name.
+        global_batch_size: rows per optimizer step, whatever the micro-batch size.
+        steps: optimizer steps of the whole run.
+        optimizer: the update rule and its hyper-parameters.
+        schedule: the learning rate over the steps.
+        precision: the number formats trained in.
+        max_grad_norm: bound on the 2-norm of the whole gradient (arXiv 1211.5063), or None for no clipping.
+        seed: of the weights' initialisation (for a model built from a configuration), of dropout and of the row order.
+    """
+
+    model: str
+    global_batch_size: int
+    steps: int
+    optimizer: Optimizer = field(default_factory=AdamW)
+    schedule: Schedule = field(default_factory=Cosine)
+    precision: Precision = field(default_factory=Fp32)
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.global_batch_size >= 1, "global_batch_size", self.global_batch_size, "1 or more rows")
+        _require(self.steps >= 1, "steps", self.steps, "1 or more")
+        warmup = self.schedule.warmup_steps
+        _require(0 <= warmup <= self.steps, "warmup_steps", warmup, f"from 0 to the {self.steps} steps of the run")
+        if self.max_grad_norm is not None:
+            _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One bound on the device's bytes and where it comes from."""
+
+    source: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The bytes a plan may take: the smallest limit, less the headroom.
+
+    Attributes:
+        limits: the number asked for, the device's usable bytes and what is free now; at least one.
+        headroom_bytes: kept free below the smallest limit.
+    """
+
+    limits: tuple[Limit, ...]
+    headroom_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device_bytes <= 0:
+            raise ValueError(
+                f"headroom {format_bytes(self.headroom_bytes)} leaves nothing of the {format_bytes(self.tightest.bytes)} "
+                f"that are {self.tightest.source}: lower the headroom or raise the budget."
+            )
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The budget that ``text`` names (``"4GiB"``), with no other limit.
+
+        >>> Budget.of("4GiB").device_bytes
+        4294967296
+        """
+        return cls(limits=(Limit("asked for", parse_bytes(text)),))
+
+    @property
+    def tightest(self) -> Limit:
+        """The limit that binds."""
+        return min(self.limits, key=lambda limit: limit.bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device that a plan may take."""
+        return self.tightest.bytes - self.headroom_bytes

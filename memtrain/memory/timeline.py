@@ -1,0 +1,108 @@
+"""Live bytes over a trace: when the peak is, what it is made of and who holds it. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from memtrain.trace.event import DEVICE, Event, Kind, Phase, Place, Trace
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Bytes at the peak that one operator of one module allocated in one phase."""
+
+    bytes: int
+    kind: Kind
+    phase: Phase
+    module: str
+    operator: str
+    storages: int
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """The live bytes of one place over the events of a trace."""
+
+    trace: Trace
+    place: Place = DEVICE
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The events at this place."""
+        return tuple(event for event in self.trace.events if event.place == self.place)
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Live bytes after each event.
+
+        Raises:
+            ValueError: a storage is freed that is not live, or live bytes fall below zero.
+        """
+        live: set[int] = set()
+        totals, total = [], 0
+        for position, event in enumerate(self.events):
+            if event.bytes < 0:
+                if event.storage not in live:
+                    raise ValueError(f"event {position} frees storage {event.storage}, which is not live.")
+                live.remove(event.storage)
+            else:
+                live.add(event.storage)
+            total += event.bytes
+            totals.append(total)
+        return tuple(totals)
+
+    @cached_property
+    def peak_position(self) -> int:
+        """Position of the first event after which the live bytes are at their peak; -1 where nothing was allocated."""
+        return max(range(len(self.totals)), key=self.totals.__getitem__) if self.totals else -1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the live bytes."""
+        return self.totals[self.peak_position] if self.totals else 0
+
+    @property
+    def peak_event(self) -> Event:
+        """The allocation that reaches the peak."""
+        return self.events[self.peak_position]
+
+    def live_at(self, position: int) -> list[Event]:
+        """The allocations that are live after the event at ``position``."""
+        live: dict[int, Event] = {}
+        for event in self.events[: position + 1]:
+            if event.bytes < 0:
+                del live[event.storage]
+            else:
+                live[event.storage] = event
+        return list(live.values())
+
+    def by_kind(self, position: int | None = None) -> dict[Kind, int]:
+        """Live bytes of each kind after the event at ``position`` (the peak by default); kinds of zero bytes left out."""
+        sums: dict[Kind, int] = {}
+        for event in self.live_at(self.peak_position if position is None else position):
+            sums[event.kind] = sums.get(event.kind, 0) + event.bytes
+        return {kind: sums[kind] for kind in Kind if sums.get(kind)}
+
+    def owners(self) -> list[Owner]:
+        """Who holds the peak, largest first."""
+        groups: dict[tuple[Kind, Phase, str, str], list[int]] = {}
+        for event in self.live_at(self.peak_position):
+            groups.setdefault((event.kind, event.phase, event.module, event.operator), []).append(event.bytes)
+        owners = [Owner(sum(sizes), *group, storages=len(sizes)) for group, sizes in groups.items()]
+        return sorted(owners, key=lambda owner: -owner.bytes)
+
+    def peak_by_phase(self) -> dict[Phase, int]:
+        """Peak of the live bytes within each phase, in the order in which the phases first occur."""
+        peaks: dict[Phase, int] = {}
+        for event, total in zip(self.events, self.totals, strict=True):
+            peaks[event.phase] = max(peaks.get(event.phase, 0), total)
+        return peaks
+
+    def curves(self) -> Iterator[tuple[Event, dict[Kind, int]]]:
+        """Each event with the live bytes of every kind after it; the dictionary is reused, so copy what is kept."""
+        sums = dict.fromkeys(Kind, 0)
+        for event in self.events:
+            sums[event.kind] += event.bytes
+            yield event, sums

@@ -1,0 +1,228 @@
+"""The plan: every choice that leaves the trained numbers unchanged, up to rounding.
+
+Each field is a union of small frozen classes, so that two choices which exclude one another cannot both be written
+down. The class name in snake case is the policy's name in recipes, in ``plan.yaml`` and on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from memtrain.job import Job
+
+
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, and it must be a whole number of 1 or more.")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep every activation that backward needs."""
+
+    def __str__(self) -> str:
+        return "keep"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Keep only the input of every k-th block and run that block again in backward (arXiv 1604.06174).
+
+    Attributes:
+        every: 1 recomputes each block, 2 each second one, and so on.
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("activations.every", self.every)
+
+    def __str__(self) -> str:
+        return "recompute every block" if self.every == 1 else f"recompute one block in {self.every}"
+
+
+@dataclass(frozen=True)
+class WholeLogits:
+    """The model's own loss on all logits of a micro-batch at once."""
+
+    def __str__(self) -> str:
+        return "whole logits"
+
+
+@dataclass(frozen=True)
+class ChunkedLogits:
+    """Cross-entropy over a few rows of logits at a time; the whole logits never exist.
+
+    Attributes:
+        chunk_tokens: tokens whose logits exist at once.
+    """
+
+    chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        _positive("loss.chunk_tokens", self.chunk_tokens)
+
+    def __str__(self) -> str:
+        return f"logits in chunks of {self.chunk_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class AfterBackward:
+    """Update all weights when the whole gradient is there."""
+
+    def __str__(self) -> str:
+        return "after backward"
+
+
+@dataclass(frozen=True)
+class DuringBackward:
+    """Update each weight as soon as its gradient is there and free that gradient (arXiv 2306.09782)."""
+
+    def __str__(self) -> str:
+        return "during backward"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One kernel per update, without temporaries."""
+
+    def __str__(self) -> str:
+        return "fused"
+
+
+@dataclass(frozen=True)
+class Foreach:
+    """One kernel per operation over all weights, with temporaries as large as the weights."""
+
+    def __str__(self) -> str:
+        return "foreach"
+
+
+Activations = Keep | Recompute
+Loss = WholeLogits | ChunkedLogits
+Update = AfterBackward | DuringBackward
+OptimizerKernel = Fused | Foreach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a job is fitted into memory.
+
+    Attributes:
+        micro_batch_size: rows in one forward and backward; gradients accumulate up to the job's global batch size.
+        activations: what forward leaves for backward.
+        loss: how the head and the loss are computed.
+        update: when the weights are updated.
+        optimizer_kernel: which of torch's implementations of the update rule runs.
+    """
+
+    micro_batch_size: int
+    activations: Activations = Keep()
+    loss: Loss = WholeLogits()
+    update: Update = AfterBackward()
+    optimizer_kernel: OptimizerKernel = Fused()
+
+    def __post_init__(self) -> None:
+        _positive("micro_batch_size", self.micro_batch_size)
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {self.optimizer_kernel} update {self.update}"
+
+
+# The fields of Plan that are unions, with the classes of each: {"activations": (Keep, Recompute), …}. The planner and the
+# tests go through this table, so a new policy is planned and tested from the day it is added.
+POLICIES: dict[str, tuple[type, ...]] = {
+    "activations": get_args(Activations),
+    "loss": get_args(Loss),
+    "update": get_args(Update),
+    "optimizer_kernel": get_args(OptimizerKernel),
+}
+
+
+def policy_name(policy: type) -> str:
+    """The name of a policy class in recipes and on the command line.
+
+    >>> policy_name(DuringBackward)
+    'during_backward'
+    """
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", policy.__name__).lower()
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, for YAML and JSON.
+
+    >>> to_dict(Plan(micro_batch_size=4, activations=Recompute(every=2)))["activations"]
+    {'policy': 'recompute', 'every': 2}
+    """
+    written: dict[str, Any] = {"micro_batch_size": plan.micro_batch_size}
+    for field in POLICIES:
+        policy = getattr(plan, field)
+        written[field] = {"policy": policy_name(type(policy)), **dataclasses.asdict(policy)}
+    return written
+
+
+def from_dict(written: Mapping[str, Any]) -> Plan:
+    """The plan that :func:`to_dict` wrote.
+
+    Raises:
+        ValueError: a key is missing or unknown, or a policy or one of its settings is.
+    """
+    unknown = written.keys() - POLICIES.keys() - {"micro_batch_size"}
+    missing = (POLICIES.keys() | {"micro_batch_size"}) - written.keys()
+    if unknown or missing:
+        raise ValueError(f"a plan has the keys micro_batch_size, {', '.join(POLICIES)}; unknown here: {sorted(unknown)}, missing: {sorted(missing)}.")
+    policies = {field: parse_policy(field, written[field]) for field in POLICIES}
+    return Plan(micro_batch_size=written["micro_batch_size"], **policies)
+
+
+def parse_policy(field: str, written: Mapping[str, Any]) -> Any:
+    """One policy from ``{"policy": NAME, setting: value, …}``.
+
+    Raises:
+        ValueError: the field has no policy of that name, or the policy no such setting.
+    """
+    classes = {policy_name(policy): policy for policy in POLICIES[field]}
+    settings = dict(written)
+    name = settings.pop("policy", None)
+    if name not in classes:
+        raise ValueError(f"plan.{field} is {name!r}, and it must be one of {', '.join(classes)}.")
+    known = [setting.name for setting in dataclasses.fields(classes[name])]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(f"plan.{field}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}.")
+    return classes[name](**settings)
+
+
+def check(plan: Plan, job: Job) -> None:
+    """Refuse a plan that would not train what the job says.
+
+    Raises:
+        ValueError: with the value, the rule and the remedy.
+    """
+    if plan.micro_batch_size > job.global_batch_size or job.global_batch_size % plan.micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size {plan.micro_batch_size} does not divide global_batch_size {job.global_batch_size}: "
+            f"choose one of {', '.join(map(str, micro_batch_sizes(job)))}."
+        )
+    if isinstance(plan.update, DuringBackward):
+        if plan.micro_batch_size != job.global_batch_size:
+            raise ValueError(
+                f"an update during backward needs the whole batch in one backward, and micro_batch_size "
+                f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size} of them: "
+                f"set micro_batch_size to {job.global_batch_size} or update after backward."
+            )
+        if job.max_grad_norm is not None:
+            raise ValueError(
+                f"an update during backward never has the whole gradient that max_grad_norm {job.max_grad_norm} is about: "
+                f"set max_grad_norm to null or update after backward."
+            )
+
+
+def micro_batch_sizes(job: Job) -> tuple[int, ...]:
+    """The divisors of the global batch size, largest first."""
+    rows = job.global_batch_size
+    return tuple(size for size in range(rows, 0, -1) if rows % size == 0)

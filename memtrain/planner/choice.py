@@ -1,0 +1,117 @@
+"""What the planner decided and how it turned out, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memtrain.device import Device
+from memtrain.job import Budget, Job
+from memtrain.memory.footprint import Footprint
+from memtrain.plan import Plan, to_dict
+from memtrain.trace.event import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A plan that is faster than the chosen one but was not chosen.
+
+    Attributes:
+        plan: the plan.
+        reason: one sentence.
+        peak_allocated_bytes: its predicted peak, or None where the plan was refused without being simulated.
+    """
+
+    plan: Plan
+    reason: str
+    peak_allocated_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The fastest plan that fits.
+
+    Attributes:
+        job, budget, device: what was asked.
+        plan: the choice.
+        footprint: its predicted bytes.
+        trace: the simulated run behind the footprint.
+        step_seconds: predicted seconds per optimizer step.
+        rejected: the plans before it, fastest first.
+        planning_seconds: time the choice took.
+    """
+
+    job: Job
+    budget: Budget
+    device: Device
+    plan: Plan
+    footprint: Footprint
+    trace: Trace
+    step_seconds: float
+    rejected: tuple[Rejected, ...]
+    planning_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as plain data, for ``prediction.json``."""
+        return {
+            **self.footprint.to_dict(),
+            "budget_bytes": self.budget.device_bytes,
+            "step_seconds": self.step_seconds,
+            "plan": to_dict(self.plan),
+            "device": self.device.name,
+            "threads": self.device.threads,
+            "assumed": list(self.trace.assumed),
+            "rejected": [
+                {"plan": to_dict(other.plan), "reason": other.reason, "peak_allocated_bytes": other.peak_allocated_bytes}
+                for other in self.rejected
+            ],
+        }
+
+
+class NoPlanFits(ValueError):
+    """No plan of the job fits the budget; the message names the smallest plan and the missing bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison, predicted or measured.
+
+    Attributes:
+        peak_allocated_bytes: peak over the whole run.
+        by_kind: bytes at the peak of weights, gradients, optimizer state, and of activations and temporaries together:
+            a measurement cannot tell those last two apart.
+        by_phase: peak within each phase.
+        step_seconds: seconds per optimizer step (measured: the median).
+    """
+
+    peak_allocated_bytes: int
+    by_kind: dict[str, int]
+    by_phase: dict[str, int]
+    step_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The side as plain data, for JSON."""
+        return {
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "by_kind": dict(self.by_kind),
+            "by_phase": dict(self.by_phase),
+            "step_seconds": self.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted beside measured."""
+
+    predicted: Side
+    measured: Side
+
+    @property
+    def peak_error(self) -> float:
+        """(predicted - measured) / measured of the peak, as a fraction."""
+        measured = self.measured.peak_allocated_bytes
+        return (self.predicted.peak_allocated_bytes - measured) / measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as plain data, for ``comparison.json``."""
+        return {"predicted": self.predicted.to_dict(), "measured": self.measured.to_dict(), "peak_error": self.peak_error}
