@@ -21,7 +21,7 @@ _PUBLIC = {
     "Trainer": "memtrain.trainer",
 }
 
-__all__ = sorted(_PUBLIC)
+__all__ = ["AdamW", "Budget", "Constant", "Cosine", "Device", "Job", "NoPlanFits", "Plan", "Trainer"]
 
 if TYPE_CHECKING:
     from memtrain.device import Device

@@ -35,7 +35,12 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "above 0 and finite")
-        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers from 0 up to, not including, 1")
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "betas",
+            self.betas,
+            "two numbers from 0 up to, not including, 1",
+        )
         _require(0 < self.eps < math.inf, "eps", self.eps, "above 0")
         _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
 

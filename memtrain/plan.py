@@ -174,7 +174,9 @@ def from_dict(written: Mapping[str, Any]) -> Plan:
     unknown = written.keys() - POLICIES.keys() - {"micro_batch_size"}
     missing = (POLICIES.keys() | {"micro_batch_size"}) - written.keys()
     if unknown or missing:
-        raise ValueError(f"a plan has the keys micro_batch_size, {', '.join(POLICIES)}; unknown here: {sorted(unknown)}, missing: {sorted(missing)}.")
+        raise ValueError(
+            f"a plan has the keys micro_batch_size, {', '.join(POLICIES)}; unknown here: {sorted(unknown)}, missing: {sorted(missing)}."
+        )
     policies = {field: parse_policy(field, written[field]) for field in POLICIES}
     return Plan(micro_batch_size=written["micro_batch_size"], **policies)
 
