@@ -1,0 +1,206 @@
+"""Cross-entropy of a linear head over a few tokens' logits at a time, so that the whole logits never exist.
+
+The logits of a causal language model are tokens × vocabulary in fp32, with their gradient as large again: often the peak
+of the step. Here the head and the loss run together over chunks of tokens; each chunk's logits become its gradient in
+place and are gone before the next chunk. Frees 2 to 3 × 4 B × tokens × vocabulary; costs no extra matrix product, since
+the gradients are computed in forward, only the gradients of hidden states and head held from there to backward. Equal to
+the whole form up to the rounding of sums. The idea is that of Liger (arXiv 2410.10989) and Cut Cross-Entropy (arXiv
+2411.09009).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.models.objective import IGNORED_LABEL, predicts_next_token
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropies of ``hidden @ weight.T + bias`` against ``target``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (tokens, width)
+        weight: Tensor,  # (vocabulary, width)
+        bias: Tensor | None,  # (vocabulary,)
+        target: Tensor,  # (tokens,), IGNORED_LABEL where nothing counts
+        chunk_tokens: int,
+        differentiate: bool,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        wanted = [needed and differentiate for needed in ctx.needs_input_grad[:3]]
+        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight) if wanted[1] else None
+        d_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+        for start in range(0, len(hidden), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = nn.functional.linear(hidden[chunk], weight, bias).float()
+            counted = target[chunk] != IGNORED_LABEL
+            label = target[chunk].clamp(min=0).unsqueeze(-1)
+            logits.sub_(logits.amax(dim=-1, keepdim=True))
+            picked = logits.gather(-1, label)
+            normaliser = logits.exp_().sum(dim=-1, keepdim=True)
+            losses = normaliser.log().sub_(picked).squeeze(-1)
+            total.add_(losses.mul_(counted).sum())
+            if not any(wanted):
+                continue
+            # From here on `logits` holds their own gradient: softmax - one_hot, 0 where nothing counts.
+            logits.div_(normaliser).scatter_add_(-1, label, torch.full_like(normaliser, -1.0)).mul_(counted.unsqueeze(-1))
+            d_logits = logits.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                d_weight.addmm_(d_logits.t(), hidden[chunk])
+            if d_bias is not None:
+                d_bias.add_(d_logits.sum(dim=0))
+        ctx.gradients = (d_hidden, d_weight, d_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss frees its gradients in backward, so backward runs once: call forward again.")
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients), None, None, None)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, chunk_tokens: int = 1024
+) -> Tensor:
+    """The summed cross-entropy of a linear head, a scalar in fp32.
+
+    Args:
+        hidden: (tokens, width).
+        weight: (vocabulary, width) of the head.
+        target: (tokens,) int64 labels; IGNORED_LABEL counts nothing.
+        bias: (vocabulary,) of the head.
+        chunk_tokens: tokens whose logits exist at once.
+    """
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, target, chunk_tokens, torch.is_grad_enabled())
+    return loss
+
+
+def chunk_loss_(model: nn.Module, chunk_tokens: int) -> None:
+    """Compute the loss of a transformers causal language model in chunks wherever it is given labels. In place.
+
+    Without labels the model answers with logits as before; with labels its ``logits`` are None.
+
+    Raises:
+        ValueError: the model's loss is not that of a plain linear head (it says why); keep the whole logits.
+    """
+    reason = refusal(model)
+    if reason is not None:
+        raise ValueError(f"the loss of {type(model).__name__} cannot be chunked, {reason}: keep the whole logits.")
+    _chunk(model, chunk_tokens)
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the loss of ``model`` cannot be chunked, or None where it can.
+
+    Heads that cap or scale their logits would train something else, so the part of the model between the hidden states
+    and the loss has to prove itself: it runs both ways on a stand-in of its own head, 8 wide, and loss and gradients
+    have to agree.
+    """
+    if not predicts_next_token(model):
+        return "it is not a causal language model of transformers"
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__} and not an nn.Linear"
+    try:
+        whole, chunked = (_loss_of_stand_in(model, head, chunk) for chunk in (None, 2))
+    except Exception as error:  # whatever a model's own forward may raise: no proof, no chunking
+        return f"its head could not be tried out ({type(error).__name__}: {error})"
+    if all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(whole, chunked, strict=True)):
+        return None
+    return "its head changes the logits before the loss (a cap, a scale) and the chunks would not"
+
+
+def _chunk(model: Any, chunk_tokens: int) -> None:
+    head: nn.Linear = model.get_output_embeddings()
+    whole_forward = model.forward
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        # The head is bypassed, so what arrives as logits are hidden states. Labels are shifted, not hidden states: a
+        # shifted copy of these would be as large as one layer's activation.
+        target = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        hidden = logits.reshape(-1, logits.shape[-1])
+        total = chunked_cross_entropy(hidden, head.weight, target, bias=head.bias, chunk_tokens=chunk_tokens)
+        return total / (target != IGNORED_LABEL).sum()
+
+    @functools.wraps(whole_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is None:
+            return whole_forward(*args, **kwargs)
+        with _replaced(head, "forward", lambda hidden: hidden), _replaced(model, "_loss_function", loss_function):
+            output = whole_forward(*args, **kwargs)
+        output.logits = None
+        return output
+
+    model.forward = forward
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Give one instance another attribute for a while."""
+    own = module.__dict__
+    before, was_set = own.get(name), name in own
+    own[name] = value
+    try:
+        yield
+    finally:
+        if was_set:
+            own[name] = before
+        else:
+            del own[name]
+
+
+class _Answer(tuple[Tensor]):
+    """What a base model returns, read by position or by name; everything but the hidden states is None."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _KnownHiddenStates(nn.Module):
+    """Stands in for everything below the head."""
+
+    def __init__(self, hidden: Tensor, parts: Iterable[str]) -> None:
+        super().__init__()
+        self.hidden = hidden
+        # Some models call a part of the base model (OPT its decoder); each part answers like the whole.
+        self.__dict__.update(dict.fromkeys(parts, self))
+
+    def forward(self, *_: Any, **__: Any) -> _Answer:
+        return _Answer((self.hidden,))
+
+
+def _loss_of_stand_in(model: Any, head: nn.Linear, chunk_tokens: int | None) -> tuple[Tensor, ...]:
+    """Loss and gradients of the model's own forward over a narrow head and random hidden states."""
+    width, generator = 8, torch.Generator().manual_seed(0)
+    stand_in = copy.copy(model)
+    stand_in.__dict__["_modules"] = dict(model._modules)
+    narrow = nn.Linear(width, head.out_features, bias=head.bias is not None, device="cpu", dtype=torch.float32)
+    for parameter in narrow.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    # Large enough that the usual caps (30 to 50) bend the logits.
+    hidden = (20 * torch.randn(1, 6, width, generator=generator)).requires_grad_()
+    (name,) = (name for name, child in model.named_children() if child is head)
+    stand_in._modules[name] = narrow
+    parts = [part for part, _ in model.base_model.named_children()]
+    stand_in._modules[model.base_model_prefix] = _KnownHiddenStates(hidden, parts)
+    stand_in.get_output_embeddings = lambda: narrow
+    if chunk_tokens is not None:
+        _chunk(stand_in, chunk_tokens)
+    labels = torch.tensor([[1, 2, IGNORED_LABEL, 3, 0, 2]]) % head.out_features
+    labels[0, 2] = IGNORED_LABEL
+    loss = stand_in(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
+    loss.backward()
+    return tuple(tensor.detach() for tensor in (loss, hidden.grad, *(parameter.grad for parameter in narrow.parameters())))

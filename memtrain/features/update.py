@@ -1,0 +1,54 @@
+"""When weights are updated: all together after backward, or each as soon as its gradient is there.
+
+Updating during backward frees each gradient at once, so that gradients never exist together (Lv et al. 2023, arXiv
+2306.09782). It is exact for rules that treat parameters one by one, and it needs the whole batch in one backward and no
+clipping by the global norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def update_after_backward(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Callable[[], Tensor | None]:
+    """A function that clips, updates all weights and frees the gradients; it returns the norm before clipping, a scalar.
+
+    The norm is that of all gradients as one vector (Pascanu et al. 2013, arXiv 1211.5063); None where nothing is clipped.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def update() -> Tensor | None:
+        # foreach is said, not left to a default that differs between devices.
+        norm = None if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    return update
+
+
+def update_during_backward_(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let backward update each weight and free its gradient; returns the update that is left to do afterwards: none.
+
+    One optimizer stays in charge, so that schedules reach the weights and its state_dict is that of an update after
+    backward. In place: hooks on the parameters.
+    """
+
+    def update_one(group: dict[str, Any], parameter: nn.Parameter) -> None:
+        groups = optimizer.param_groups
+        # The group is copied when the gradient is there, so that it holds the learning rate of this step.
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+        parameter.grad = None
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(lambda parameter, group=group: update_one(group, parameter))
+    return lambda: None

@@ -1,0 +1,159 @@
+"""Where a model comes from, and building it: from weights on disk or a hub, from a configuration, or as given.
+
+A source is cheap to make and holds no weights (unless the user's module brought its own), so that planning can build a
+data-less copy first and the weights are only loaded once a plan is chosen (rule 11).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class FromModule:
+    """A module of the user's; trained in place once a plan is chosen."""
+
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """The class name."""
+        return type(self.module).__name__
+
+    def build(self) -> nn.Module:
+        """The module itself."""
+        return self.module
+
+    load = build
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """A transformers configuration; the weights are drawn at random."""
+
+    config: PretrainedConfig
+
+    @property
+    def name(self) -> str:
+        """The class name of the model."""
+        return model_class(self.config).__name__
+
+    def build(self) -> nn.Module:
+        """The model with random fp32 weights from torch's generator, on torch's default device."""
+        model: nn.Module = model_class(self.config)._from_config(self.config, dtype=torch.float32)
+        return model
+
+    load = build
+
+
+@dataclass(frozen=True)
+class FromPretrained:
+    """A folder in HuggingFace format, or the id of one on the hub."""
+
+    path: str
+    config: PretrainedConfig
+
+    @property
+    def name(self) -> str:
+        """The path or id."""
+        return self.path
+
+    def build(self) -> nn.Module:
+        """The architecture with random weights: what planning needs, without reading a weight file."""
+        return FromConfig(self.config).build()
+
+    def load(self) -> nn.Module:
+        """The model with its weights in fp32, whatever they are stored in."""
+        model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=torch.float32)
+        return model
+
+
+ModelSource = FromModule | FromConfig | FromPretrained
+
+
+def source(model: Any) -> ModelSource:
+    """The source that ``model`` names: a module, a configuration (object or mapping), a local path or a hub id.
+
+    Raises:
+        ValueError: nothing of that name is there, or it is none of the above.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(model, nn.Module):
+        return FromModule(model)
+    if isinstance(model, PretrainedConfig):
+        return FromConfig(model)
+    if isinstance(model, Mapping):
+        return FromConfig(_config_of(model))
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"model is a {type(model).__name__}, and it must be a path, a hub id, a transformers config or an nn.Module."
+        )
+    path = os.fspath(model)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        path = str(local)
+        if not (local / "config.json").is_file():
+            raise ValueError(f"model {path!r} is a folder without config.json: give a folder that save_pretrained wrote.")
+    elif local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ValueError(
+            f"model {path!r} is not a folder: give one that save_pretrained wrote, or a hub id such as 'org/name'."
+        )
+    try:
+        return FromPretrained(path, AutoConfig.from_pretrained(path))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {path!r} is neither a local folder nor a model that can be fetched: {reason}") from error
+
+
+def _config_of(described: Mapping[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    settings = dict(described)
+    kind = settings.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"model_type is {kind!r}, and it must be one that transformers knows, such as 'llama' or 'gpt2'.")
+    config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
+    return config
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The model class of a configuration: the first of its ``architectures``, else the language model of its type.
+
+    Raises:
+        ValueError: the class is not in transformers, or the type has no language model.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if named is not None:
+        found = getattr(transformers, named, None)
+        if found is None:
+            raise ValueError(
+                f"architecture {named!r} is not in transformers {transformers.__version__}: give the model as an nn.Module."
+            )
+        return found
+    # Encoders such as BERT have a causal class as well, which trains something else unless is_decoder is set.
+    if getattr(config, "is_encoder_decoder", False):
+        kinds = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,)
+    elif getattr(config, "is_decoder", False):
+        kinds = (auto.MODEL_FOR_CAUSAL_LM_MAPPING,)
+    else:
+        kinds = (auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING)
+    for mapping in kinds:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ValueError(
+        f"model_type {config.model_type!r} has no language model in transformers: name the class in 'architectures'."
+    )

@@ -1,0 +1,121 @@
+"""The training step, and putting it together from a job and a plan.
+
+``prepare`` is the one function that turns a plan into a step; ``Run.step`` is the one step. The simulation calls both on a
+data-less model, the Trainer on the real one, the benchmarks on either (rule 1). Features are functions applied here, in
+one order; the step has no branch for any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.features.chunked_loss import chunk_loss_
+from memtrain.features.optimizers import adamw
+from memtrain.features.recompute import recompute_blocks_
+from memtrain.features.update import update_after_backward, update_during_backward_
+from memtrain.job import Job
+from memtrain.models.blocks import blocks
+from memtrain.models.objective import Batch, Objective, objective
+from memtrain.plan import ChunkedLogits, DuringBackward, Fused, Plan, Recompute, check
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed; still on the device.
+
+    Attributes:
+        loss: mean over the counted items of all micro-batches, a scalar.
+        grad_norm: 2-norm of the whole gradient before clipping, a scalar; None where nothing is clipped.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | None
+
+
+@dataclass
+class Run:
+    """A model, its optimizer and the step that trains it.
+
+    Attributes:
+        model: the prepared model, in training mode.
+        optimizer: holds the learning rate in its param_groups.
+        objective: what the loss is a mean over.
+        forward_backward: adds up the gradients of the micro-batches and returns their loss.
+        update: changes the weights, frees the gradients and returns the gradient's norm.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    forward_backward: Callable[[Sequence[Batch]], Tensor]
+    update: Callable[[], Tensor | None]
+
+    def step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        """One optimizer step over the micro-batches of one effective batch."""
+        loss = self.forward_backward(micro_batches)
+        return StepResult(loss, self.update())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """The mean loss over the counted items of all batches (at least one), a scalar, with dropout off."""
+        self.model.eval()
+        losses, counts = [], []
+        try:
+            for batch in batches:
+                counts.append(self.objective.count(batch))
+                losses.append(self.objective.loss(self.model, batch) * counts[-1])
+        finally:
+            self.model.train()
+        return torch.stack(losses).sum() / torch.stack(counts).sum()
+
+
+def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
+    """Apply a plan to a model and return the run that trains it. The model is changed in place.
+
+    Raises:
+        ValueError: the plan would not train what the job says, or cannot be applied to this model.
+    """
+    check(plan, job)
+    model.train()
+    what = objective(model)
+
+    # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them, and
+    # the optimizer comes when no feature replaces a parameter any more.
+    if isinstance(plan.activations, Recompute):
+        recompute_blocks_(list(blocks(model).values()), plan.activations.every)
+    if isinstance(plan.loss, ChunkedLogits):
+        chunk_loss_(model, plan.loss.chunk_tokens)
+    optimizer = adamw(
+        model.parameters(),
+        learning_rate=job.optimizer.learning_rate,
+        betas=job.optimizer.betas,
+        eps=job.optimizer.eps,
+        weight_decay=job.optimizer.weight_decay,
+        fused=isinstance(plan.optimizer_kernel, Fused),
+    )
+    update: Callable[[], Tensor | None]
+    if isinstance(plan.update, DuringBackward):
+        update = update_during_backward_(optimizer)
+    else:
+        update = update_after_backward(optimizer, job.max_grad_norm)
+    return Run(model, optimizer, what, _forward_backward(model, what), update)
+
+
+def _forward_backward(model: nn.Module, what: Objective) -> Callable[[Sequence[Batch]], Tensor]:
+    def forward_backward(micro_batches: Sequence[Batch]) -> Tensor:
+        counts = [what.count(batch) for batch in micro_batches]
+        counted = torch.stack(counts).sum()
+        total = torch.zeros((), device=counted.device)
+        for batch, items in zip(micro_batches, counts, strict=True):
+            loss = what.loss(model, batch) * (items / counted)
+            loss.backward()
+            total = total + loss.detach()
+            # A loss that lives into the next forward keeps the inputs of the last block alive.
+            del loss
+        return total
+
+    return forward_backward

@@ -1,0 +1,242 @@
+"""Small tensors of known value in a data-less run.
+
+Model code asks its masks and positions questions (is any row padded? how long is the longest?) and takes another path by
+the answer. So a data-less tensor whose value is known carries that value, as an ordinary tensor, in an attribute: made by
+factories with constants, copied from real tensors, and passed on by operators whose inputs are all known. Whatever is
+asked of an unknown value is answered by a stated assumption, which is shown with the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_META = torch.device("meta")
+
+# Values larger than this many elements are not kept: they cost time, and models ask their questions of small ones.
+_MOST_FLOATS, _MOST_INTEGERS = 1 << 16, 1 << 22
+
+# Factories that fill like another tensor: their value does not depend on that tensor's.
+_LIKE = {aten.ones_like, aten.zeros_like, aten.full_like, aten.new_ones, aten.new_zeros, aten.new_full}
+# Kernels that update parameters in place and return nothing that is new; meta has none of them.
+_FUSED = {aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_, aten._fused_adagrad_}
+_BOOLEAN_INDEX = {aten.index, aten._unsafe_index}
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """A data-less tensor of the same shape that knows the value of ``tensor`` if that is small."""
+    dataless = torch.empty_like(tensor, device=_META)
+    if _is_small(tensor):
+        dataless._memtrain_value = tensor.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
+    return dataless
+
+
+class Values:
+    """Runs operators on data-less tensors and keeps the values that are known.
+
+    Args:
+        assume: called with one sentence for every answer that had to be assumed.
+    """
+
+    def __init__(self, assume: Callable[[str], object]) -> None:
+        self._assume = assume
+        # Storages whose known value was overwritten by an unknown one. The reference keeps their addresses from reuse.
+        self._overwritten: dict[int, Any] = {}
+
+    def mode(self) -> TorchDispatchMode:
+        """A dispatch mode that runs every operator through :meth:`execute`, without recording it."""
+        values = self
+
+        class _Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return values.execute(func, args, kwargs or {})
+
+        return _Mode()
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operator: on its data-less inputs for shapes, and on their values where all are known."""
+        tensors = list(_tensors((*args, *kwargs.values())))
+        wanted = kwargs.get("device")
+        target = None if wanted is None else torch.device(wanted).type
+        if target != "meta" and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet is aten._local_scalar_dense:
+            return self._item(args[0])
+        if packet in _FUSED:
+            return None
+        if target == "cpu":
+            return self._copy_to_host(func, args, kwargs)
+
+        known = self._known_inputs(func, packet, args, kwargs, tensors)
+        value = None if known is None else _try(func, *known)
+        if torch.Tag.dynamic_output_shape in func.tags or self._indexes_by_mask(packet, args):
+            out = self._shape_from_values(func, args, kwargs, value)
+        else:
+            out = _shape(func, args, kwargs, self._assume)
+        if func._schema.is_mutable:
+            self._keep_or_forget(func, args, kwargs, value)
+        elif value is not None:
+            _attach(out, value)
+        return out
+
+    # ------------------------------------------------------------------ values
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor, or None where it is not known."""
+        if not tensor.is_meta:
+            return tensor
+        value: Tensor | None = tensor.__dict__.get("_memtrain_value")
+        if value is not None and tensor.untyped_storage()._cdata in self._overwritten:
+            return None
+        return value
+
+    def _known_inputs(self, func: Any, packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any] | None:
+        """The arguments with values in place of data-less tensors, or None where the result cannot be known."""
+        if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__:
+            return None
+        if packet in _LIKE:
+            if not _is_small(tensors[0]) or kwargs.get("dtype", tensors[0].dtype).is_floating_point:
+                return None
+            stand_ins = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        else:
+            stand_ins = []
+            for tensor in tensors:
+                value = self.value(tensor)
+                if value is None or not _is_small(value):
+                    return None
+                stand_ins.append(value)
+            if not tensors and not _makes_small(func, args, kwargs):
+                return None
+        remaining = iter(stand_ins)
+        swap = _mapper(lambda _: next(remaining))
+        # `tensors` lists positional arguments first, so they are swapped first.
+        positional = [swap(item) for item in args]
+        swapped = {name: swap(item) for name, item in kwargs.items()}
+        if swapped.get("device") is not None:
+            swapped["device"] = torch.device("cpu")
+        return positional, swapped
+
+    def _keep_or_forget(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
+        """After an operator in place: a value was updated with it, or is not known any more."""
+        if value is not None:
+            return
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._forget(given)
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+                self._forget(kwargs[argument.name])
+
+    def _forget(self, written: Any) -> None:
+        for tensor in _tensors(written):
+            if "_memtrain_value" in tensor.__dict__:
+                storage = tensor.untyped_storage()
+                self._overwritten[storage._cdata] = storage
+
+    # ------------------------------------------------------------------ questions
+
+    def _item(self, tensor: Tensor) -> Any:
+        value = self.value(tensor)
+        if value is not None:
+            return value.item()
+        answer = False if tensor.dtype is torch.bool else 0.0 if tensor.is_floating_point() else 0
+        self._assume(f"a {str(tensor.dtype).removeprefix('torch.')} value that only data can tell was taken for {answer}")
+        return answer
+
+    def _copy_to_host(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """A real tensor in place of a copy to the host: the value where it is known, else zeros."""
+        value = self.value(args[0])
+        if value is None:
+            self._assume(f"a tensor of shape {tuple(args[0].shape)} that was copied to the host was taken for zeros")
+            value = torch.zeros(args[0].shape, dtype=args[0].dtype)
+        copied: Tensor = func(value, *args[1:], **kwargs)
+        return copied
+
+    def _indexes_by_mask(self, packet: Any, args: Any) -> bool:
+        return packet in _BOOLEAN_INDEX and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+
+    def _shape_from_values(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        """The result of an operator whose shape depends on values; unknown masks are taken to be all true."""
+        if value is None:
+            self._assume(f"{func.__name__} of unknown values was taken to select everything")
+
+            def stand_in(tensor: Tensor) -> Tensor:
+                known = self.value(tensor)
+                return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known
+
+            swap = _mapper(stand_in)
+            value = func(*map(swap, args), **{name: swap(item) for name, item in kwargs.items()})
+        like = _mapper(lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META))
+        return like(value)
+
+
+def _shape(func: Any, args: Any, kwargs: Any, assume: Callable[[str], object]) -> Any:
+    """The data-less result; real tensors that meet data-less ones lose their data first."""
+    bare = _mapper(lambda tensor: tensor if tensor.is_meta else tensor.to(_META))
+    if func is aten._to_copy.default and not args[0].is_meta:
+        return torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype, device=_META)
+    bare_args, bare_kwargs = [bare(item) for item in args], {name: bare(item) for name, item in kwargs.items()}
+    try:
+        out = func(*bare_args, **bare_kwargs)
+    except NotImplementedError:
+        assume(f"{func.__name__} has no data-less form and ran on zeros for its shape")
+        zeros = _mapper(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+        out = func(*map(zeros, bare_args), **{name: zeros(item) for name, item in bare_kwargs.items()})
+        return _mapper(lambda tensor: tensor.to(_META))(out)
+    if func._overloadpacket in (aten.native_layer_norm, aten.native_layer_norm_backward):
+        # The real kernels return contiguous results whatever the strides of the input; meta keeps the strides.
+        first = out[0]
+        if first is not None and not first.is_contiguous():
+            return (torch.empty(first.shape, dtype=first.dtype, device=_META), *out[1:])
+    return out
+
+
+def _try(func: Any, args: Any, kwargs: Any) -> Any:
+    """The value of an operator, or None where the processor has no kernel for these types."""
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _attach(out: Any, value: Any) -> None:
+    for tensor, known in zip(_tensors(out), _tensors(value), strict=True):
+        if _is_small(known):
+            tensor._memtrain_value = known  # type: ignore[attr-defined]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_INTEGERS)
+
+
+def _makes_small(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a factory makes a tensor whose value is worth keeping."""
+    shape = func(*args, **{**kwargs, "device": _META})
+    return isinstance(shape, Tensor) and _is_small(shape)
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _mapper(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """A function that changes every tensor of an argument, which may be a list."""
+
+    def mapped(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        if isinstance(item, tuple | list):
+            return type(item)(mapped(part) for part in item)
+        return item
+
+    return mapped
