@@ -1,0 +1,285 @@
+"""The terminal: the choice before training, one line while training, predicted beside measured after it.
+
+The views are rich renderables made of borderless grids, so that the same text reads well on a terminal, in a pipe and in
+a log. Values become ``Text`` before rich sees them: a module path or a reason may hold square brackets, which rich would
+otherwise read as markup. Columns fold instead of ending in an ellipsis, because what is cut off is what someone needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from memtrain.job import Budget
+from memtrain.memory.footprint import Footprint
+from memtrain.plan import POLICIES, Plan, policy_name
+from memtrain.planner.choice import Choice, Comparison, Rejected
+from memtrain.trace.event import Kind
+from memtrain.units import format_bytes, format_count, format_seconds
+
+OWNERS_SHOWN = 5
+REJECTED_SHOWN = 6
+UNKNOWN = "–"
+
+
+def choice_view(choice: Choice) -> RenderableType:
+    """What is about to be trained, how it is fitted into memory, what that takes and why not something faster."""
+    peak = choice.footprint
+    rows: list[tuple[str, RenderableType]] = [
+        ("job", _job(choice)),
+        ("budget", _budget(choice.budget)),
+        ("plan", _plan(choice)),
+        ("peak", _peak(peak, choice.budget)),
+        ("reached", Text(f"in {peak.peak_phase}, by {_source(peak.peak_operator, peak.peak_module)}")),
+        ("held by", _owners(peak)),
+        ("by phase", Columns([Text(f"{phase} {format_bytes(size)}") for phase, size in peak.by_phase.items()], padding=(0, 3))),
+        (
+            "step",
+            Text(
+                f"{format_seconds(choice.step_seconds)} predicted on {choice.device.name}, planned in {format_seconds(choice.planning_seconds)}"
+            ),
+        ),
+    ]
+    if choice.rejected:
+        rows.append(("rejected", _rejected(choice.rejected, choice.plan)))
+    if choice.trace.assumed:
+        rows.append(("assumed", Text("\n".join(choice.trace.assumed))))
+
+    view = Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for label, content in rows:
+        view.add_row(label, content)
+    return view
+
+
+def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequence[tuple[int, float]]) -> RenderableType:
+    """Predicted beside measured, then what training did to the evaluation loss.
+
+    Args:
+        comparison: both sides; a kind that one side lacks held 0 bytes there, a phase that it lacks was not seen.
+        budget: what the measured peak had to stay within.
+        evaluations: (step, loss) in order; the first is from before training.
+    """
+    predicted, measured = comparison.predicted, comparison.measured
+    table = Table(
+        Column(""),
+        *(Column(header, justify="right", no_wrap=True) for header in ("predicted", "measured", "difference", "")),
+        box=None,
+        pad_edge=False,
+        padding=(0, 3, 0, 0),
+    )
+    table.add_row("peak", *_byte_cells(predicted.peak_allocated_bytes, measured.peak_allocated_bytes), style="bold")
+    for kind in dict.fromkeys([*predicted.by_kind, *measured.by_kind]):
+        table.add_row(f"  {kind}", *_byte_cells(predicted.by_kind.get(kind, 0), measured.by_kind.get(kind, 0)))
+    for phase in dict.fromkeys([*predicted.by_phase, *measured.by_phase]):
+        table.add_row(f"peak in {phase}", *_byte_cells(predicted.by_phase.get(phase), measured.by_phase.get(phase)))
+    table.add_row("seconds per step", *_second_cells(predicted.step_seconds, measured.step_seconds))
+
+    lines: list[RenderableType] = [table, Text()]
+    if evaluations:
+        lines.append(Text(_evaluation_sentence(evaluations)))
+    return Group(*lines, Text(_closing_sentence(comparison, budget), style="bold"))
+
+
+class TrainingProgress:
+    """One line that follows training: a live bar on a terminal, about ten plain lines where the output is a log.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        budget_bytes: what the peak is a percentage of.
+        console: where to print; standard output by default.
+    """
+
+    def __init__(self, total_steps: int, budget_bytes: int, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.budget_bytes = budget_bytes
+        self.console = console or Console()
+        self.live = self.console.is_interactive
+        self.steps_per_line = math.ceil(total_steps / 10)
+        # A disabled Progress draws nothing and still estimates the time left. The estimate looks back ten minutes, because
+        # the default of 30 s holds less than one step of a large model.
+        self.progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            refresh_per_second=4,
+            speed_estimate_period=600,
+            expand=True,
+            disable=not self.live,
+        )
+        self.task = self.progress.add_task("", total=total_steps)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.progress.stop()
+
+    def update(self, step: int, *, loss: float, tokens_per_second: float, memory_bytes: int, peak_bytes: int) -> None:
+        """Show the state after ``step`` steps.
+
+        Args:
+            step: optimizer steps done, counted from the beginning of the run.
+            loss: training loss of that step.
+            tokens_per_second: throughput now.
+            memory_bytes: bytes allocated now.
+            peak_bytes: highest bytes allocated so far.
+        """
+        state = (
+            f"loss {loss:.3f}",
+            f"{format_count(round(tokens_per_second))} tok/s",
+            f"{format_bytes(memory_bytes)}, peak {100 * peak_bytes / self.budget_bytes:.0f} % of budget",
+        )
+        self.progress.update(self.task, completed=step, description=" ".join(state))
+        if not self.live and (step % self.steps_per_line == 0 or step == self.total_steps):
+            left = self.progress.tasks[0].time_remaining
+            remaining = [f"{format_seconds(left)} left"] if left else []
+            self.note(f"step {step}/{self.total_steps}: {', '.join([*state, *remaining])}")
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        # A log is not wrapped at the width of a terminal that it does not have.
+        self.console.print(Text(text), soft_wrap=not self.live)
+
+
+def _job(choice: Choice) -> Text:
+    job = choice.job
+    optimizer = f"{type(job.optimizer).__name__} at learning rate {job.optimizer.learning_rate:g}"
+    return Text(
+        f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}, "
+        f"precision {policy_name(type(job.precision))}"
+    )
+
+
+def _budget(budget: Budget) -> RenderableType:
+    headroom = f"less {format_bytes(budget.headroom_bytes)} headroom" if budget.headroom_bytes else "no headroom"
+    limits = _grid(Column(justify="right", no_wrap=True), Column(overflow="fold"))
+    for limit in budget.limits:
+        mark = " (the tightest)" if limit is budget.tightest else ""
+        limits.add_row(format_bytes(limit.bytes), Text(f"{limit.source}{mark}"))
+    return Group(Text(f"{format_bytes(budget.device_bytes)}: the tightest limit, {headroom}"), limits)
+
+
+def _plan(choice: Choice) -> Table:
+    size, rows = choice.plan.micro_batch_size, choice.job.global_batch_size
+    table = _grid(Column(no_wrap=True), Column(overflow="fold"))
+    table.add_row("micro-batch", f"{size} × accumulation {rows // size} = global batch {rows}")
+    for field in POLICIES:
+        table.add_row(field.replace("_", " "), str(getattr(choice.plan, field)))
+    return table
+
+
+def _peak(peak: Footprint, budget: Budget) -> RenderableType:
+    total = peak.peak_allocated_bytes
+    kinds = _grid(
+        Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(justify="right", no_wrap=True), Column(max_width=40)
+    )
+    for kind in Kind:
+        if size := peak.by_kind.get(kind, 0):
+            kinds.add_row(str(kind), format_bytes(size), f"{100 * size / total:.1f} %", ProgressBar(total, size))
+    share = f"{100 * total / budget.device_bytes:.1f} %"
+    headline = Text(
+        f"{format_bytes(total)} allocated of {format_bytes(budget.device_bytes)} ({share}), predicted", style="bold"
+    )
+    return Group(headline, kinds)
+
+
+def _owners(peak: Footprint) -> Table:
+    table = _grid(Column(justify="right", no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
+    for owner in peak.owners[:OWNERS_SHOWN]:
+        source = f"{owner.phase}: {owner.storages} × {_source(owner.operator, owner.module)}"
+        table.add_row(format_bytes(owner.bytes), str(owner.kind), Text(source))
+    return table
+
+
+def _rejected(rejected: Sequence[Rejected], chosen: Plan) -> RenderableType:
+    table = Table(
+        Column("faster, differing in", overflow="fold"),
+        Column("predicted", justify="right", no_wrap=True),
+        Column("why not", overflow="fold"),
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
+    for other in rejected[:REJECTED_SHOWN]:
+        size = UNKNOWN if other.peak_allocated_bytes is None else format_bytes(other.peak_allocated_bytes)
+        table.add_row(_difference(other.plan, chosen), size, Text(other.reason))
+    hidden = len(rejected) - REJECTED_SHOWN
+    return Group(table, Text(f"and {hidden} more", style="dim")) if hidden > 0 else table
+
+
+def _difference(plan: Plan, chosen: Plan) -> str:
+    changed = [str(getattr(plan, field)) for field in POLICIES if getattr(plan, field) != getattr(chosen, field)]
+    return ", ".join([f"micro-batch {plan.micro_batch_size}", *changed])
+
+
+def _source(operator: str, module: str) -> str:
+    return f"{operator} in {module}" if module else operator
+
+
+def _grid(*columns: Column) -> Table:
+    return Table.grid(*columns, padding=(0, 2, 0, 0))
+
+
+def _byte_cells(predicted: int | None, measured: int | None) -> tuple[str, str, str, str]:
+    if predicted is None or measured is None:
+        left, right = (UNKNOWN if size is None else format_bytes(size) for size in (predicted, measured))
+        return left, right, "", ""
+    difference = predicted - measured
+    sign = "+" if difference > 0 else ""
+    return format_bytes(predicted), format_bytes(measured), f"{sign}{format_bytes(difference)}", _relative(difference, measured)
+
+
+def _second_cells(predicted: float, measured: float) -> tuple[str, str, str, str]:
+    difference = predicted - measured
+    sign = "-" if difference < 0 else "+"
+    return (
+        format_seconds(predicted),
+        format_seconds(measured),
+        f"{sign}{format_seconds(abs(difference))}",
+        _relative(difference, measured),
+    )
+
+
+def _relative(difference: float, measured: float) -> str:
+    if not measured:
+        return UNKNOWN
+    percent = round(100 * difference / measured, 2)
+    return f"{percent:+.2f} %" if percent else "0.00 %"
+
+
+def _evaluation_sentence(evaluations: Sequence[tuple[int, float]]) -> str:
+    (_, before), (step, after) = evaluations[0], evaluations[-1]
+    if len(evaluations) == 1:
+        return f"Evaluation loss {before:.4f} before training (perplexity {_perplexity(before)})."
+    return (
+        f"Evaluation loss {before:.4f} before training and {after:.4f} after {step} steps "
+        f"(perplexity {_perplexity(before)} and {_perplexity(after)})."
+    )
+
+
+def _perplexity(loss: float) -> str:
+    # exp overflows a double above 709, which a run that diverged may reach.
+    return f"{math.exp(loss):.4g}" if loss < 700 or math.isnan(loss) else "infinite"
+
+
+def _closing_sentence(comparison: Comparison, budget: Budget) -> str:
+    # Never "within 0.00 %" of something that was missed by a byte.
+    error = 100 * abs(comparison.peak_error)
+    accuracy = f"within {max(error, 0.01):.2f} %" if error else "to the byte"
+    distance = 100 * (1 - comparison.measured.peak_allocated_bytes / budget.device_bytes)
+    digits = 0 if abs(distance) >= 10 else 1 if abs(distance) >= 1 else 2
+    place = f"stayed {distance:.{digits}f} % under" if distance >= 0 else f"went {-distance:.{digits}f} % over"
+    return f"The peak was predicted {accuracy} and {place} the budget."

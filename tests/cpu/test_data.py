@@ -1,0 +1,538 @@
+"""Text to batches: no character, token or row is lost, doubled or moved, and bad input is refused by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from memtrain.data.batches import StepBatches, collate, evaluation_batches, steps_for
+from memtrain.data.rows import IGNORED, Batch, TokenRows, check_row, check_rows
+from memtrain.data.text import hold_out, python_documentation, read_documents
+from memtrain.data.tokenizer import train_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "notes.rst"
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo \xe2\x82\xac\n")
+    assert read_documents(file) == ["one\r\ntwo €\n"]
+
+
+def test_a_folder_gives_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "c/d.TXT", "c/rows.jsonl", "c/picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read_documents(tmp_path) == ["a.md", "b.txt", "c/d.TXT"]
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.txt does not exist: give the path of a \.txt or \.md file"):
+        read_documents(tmp_path / "gone.txt")
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.txt").write_text("text")
+
+    def refuse(file: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"secret\.txt cannot be read \(Permission denied\): allow reading it"):
+        read_documents(tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(folder: Any) -> Any:
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
+        read_documents(tmp_path)
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line_and_offset(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    with pytest.raises(ValueError, match=r"latin\.txt, line 3, is not UTF-8 \(byte 0xe9 at offset 11\): convert"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [(b"", "is empty"), (b"\xef\xbb\xbf", "is empty"), (b" \n\t\r\n", "holds only white space")],
+)
+def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, state: str) -> None:
+    (tmp_path / "blank.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"blank\.txt {state}, and a document must have text"):
+        read_documents(tmp_path / "blank.txt")
+
+
+def test_a_folder_without_text_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a folder without \.txt or \.md files, and only plain UTF-8 text is read"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.CSV", "a.parquet", "a.arrow", "a.txt.gz"])
+def test_other_formats_are_refused_with_what_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=rf"is a {Path(name).suffix.lower()} file, and only plain UTF-8 text is read"):
+        read_documents(tmp_path / name)
+
+
+def test_the_documentation_of_python_is_text_enough_to_train_on() -> None:
+    documents = python_documentation()
+    assert len(documents) > 70
+    assert sum(map(len, documents)) > 400_000
+    assert documents[0].startswith('The "assert" statement')
+
+
+def test_the_tail_of_every_document_is_held_out_from_the_nearest_paragraph_on() -> None:
+    first = "a" * 70 + "\n\n" + "b" * 28
+    second = "c" * 40 + "\n\n" + "d" * 58  # no boundary near its cut
+    assert hold_out([first, second], 0.25) == (
+        ["a" * 70 + "\n\n", "c" * 40 + "\n\n" + "d" * 33],
+        ["b" * 28, "d" * 25],
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "held_out"),
+    [
+        ("a" * 58 + "\n" + "b" * 2 + "\n\n" + "c" * 37, "c" * 37),  # a paragraph before a nearer line
+        ("a" * 56 + "\n" + "b" * 4 + "\n" + "c" * 38, "c" * 38),  # the nearer of two lines
+        ("a" * 59 + "\n\n" + "b" * 39, "b" * 39),  # a paragraph's end on both sides of the cut
+        ("a" * 56 + " " + "b" * 43, "b" * 43),  # a word where there is no line
+    ],
+)
+def test_the_cut_prefers_paragraphs_to_lines_to_words(document: str, held_out: str) -> None:
+    assert hold_out([document], 0.4)[1] == [held_out]
+
+
+@given(
+    documents=st.lists(st.lists(st.sampled_from(["a", "bcdef", " g", "h\n", "\n\n"]), min_size=1, max_size=60).map("".join)),
+    fraction=st.floats(0.1, 0.5),
+)
+def test_holding_out_neither_loses_nor_doubles_a_character(documents: list[str], fraction: float) -> None:
+    documents = [*documents, "x" * 10]
+    training, held_out = hold_out(documents, fraction)
+    tails = iter(held_out)
+    assert len(training) == len(documents)
+    for document, part in zip(documents, training, strict=True):
+        assert document.startswith(part)
+        assert part
+        if part != document:
+            tail = next(tails)
+            assert part + tail == document
+            assert len(tail) <= 1.25 * len(document) * fraction + 1
+    assert next(tails, None) is None
+
+
+def test_holding_out_is_the_same_each_time_and_near_the_fraction() -> None:
+    documents = python_documentation()
+    training, held_out = hold_out(documents, 0.05)
+    assert (training, held_out) == hold_out(documents, 0.05)
+    assert sum(map(len, held_out)) / sum(map(len, documents)) == pytest.approx(0.05, rel=0.02)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 0.51, float("nan")])
+def test_a_held_out_fraction_out_of_range_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=rf"the held-out fraction is {fraction}, and it must be above 0 and at most 0\.5"):
+        hold_out(["some text"], fraction)
+
+
+@pytest.mark.parametrize("documents", [[], ["ab"], ["text" + " " * 20]])
+def test_holding_out_nothing_to_evaluate_is_refused(documents: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"holding out 0\.1 of \d+ characters leaves no text to evaluate on"):
+        hold_out(documents, 0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_a_tokenizer_learns_merges_up_to_the_size_asked_for() -> None:
+    tokenizer = train_tokenizer(python_documentation()[:5], 300)
+    assert len(tokenizer) == 300
+    assert len(tokenizer.encode("assert", add_special_tokens=False)) < 6
+
+
+def test_a_text_with_few_merges_gives_a_smaller_tokenizer() -> None:
+    assert len(train_tokenizer(["ab ab"], 1000)) == 256 + 3 + 2  # the merges "ab" and " ab"
+
+
+@given(text=st.text())
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    assert BYTES.decode(BYTES.encode(text)) == text
+
+
+def test_without_merges_each_byte_is_a_token_except_in_the_names_of_special_tokens() -> None:
+    text = "\x00\t\x7f é世🙂"
+    assert len(BYTES.encode(text)) == len(text.encode())
+    assert BYTES.encode("<|bos|><|eos|><|pad|>") == [0, 1, 2]
+
+
+def test_no_text_is_too_long_and_punctuation_keeps_its_spaces() -> None:
+    assert BYTES.model_max_length > 10**12
+    assert BYTES.decode(BYTES.encode("a , b . <s> I 'm")) == "a , b . <s> I 'm"
+
+
+def test_a_saved_tokenizer_reloads_with_the_same_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    documents = python_documentation()[:5]
+    tokenizer = train_tokenizer(documents, 400)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = documents[3] + " Grüße, 世界 🙂 <|eos|>"
+    assert reloaded.encode(text) == tokenizer.encode(text)
+    assert reloaded.get_vocab() == tokenizer.get_vocab()
+    assert (reloaded.bos_token_id, reloaded.eos_token_id, reloaded.pad_token_id) == (0, 1, 2)
+    assert reloaded.model_max_length == tokenizer.model_max_length
+
+
+def test_training_a_tokenizer_twice_gives_the_same_one() -> None:
+    documents = python_documentation()[:5]
+    assert train_tokenizer(documents, 350).get_vocab() == train_tokenizer(documents, 350).get_vocab()
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 258, and it must be 259 or more: 256 bytes and three special tokens"):
+        train_tokenizer(["text"], 258)
+
+
+BYTES = train_tokenizer([], 259)
+"""One token per byte: text whose tokens can be counted by eye."""
+EOS, PAD = 1, 2
+
+
+def ids(text: str) -> list[int]:
+    return list(BYTES.encode(text, add_special_tokens=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_documents_stand_end_to_end_each_with_its_end_token_and_labels_equal_inputs() -> None:
+    rows = TokenRows.of(["abc", "de"], BYTES, 4)
+    assert len(rows) == 2
+    assert torch.equal(rows[0]["input_ids"], torch.tensor([*ids("abc"), EOS]))
+    assert torch.equal(rows[0]["labels"], rows[0]["input_ids"])
+    assert rows[0]["input_ids"].dtype == rows[0]["labels"].dtype == torch.int64
+
+
+def test_the_last_row_is_filled_up_at_the_right_with_labels_that_do_not_count() -> None:
+    last = TokenRows.of(["abc", "de"], BYTES, 4)[1]
+    assert torch.equal(last["input_ids"], torch.tensor([*ids("de"), EOS, PAD]))
+    assert torch.equal(last["labels"], torch.tensor([*ids("de"), EOS, IGNORED]))
+
+
+def test_without_a_padding_token_the_end_token_fills_up_and_only_the_real_one_counts() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=BYTES.backend_tokenizer, eos_token="<|eos|>"
+    )
+    row = TokenRows.of(["ab"], tokenizer, 5)[0]
+    assert torch.equal(row["input_ids"], torch.tensor([*ids("ab"), EOS, EOS, EOS]))
+    assert torch.equal(row["labels"], torch.tensor([*ids("ab"), EOS, IGNORED, IGNORED]))
+
+
+def test_a_last_window_of_one_token_makes_no_row() -> None:
+    rows = TokenRows.of(["abcd"], BYTES, 4)
+    assert len(rows) == 1
+    assert torch.equal(rows[0]["input_ids"], torch.tensor(ids("abcd")))
+
+
+@given(lengths=st.lists(st.integers(0, 12), min_size=2, max_size=6), sequence_length=st.integers(2, 9))
+def test_every_token_is_in_exactly_one_row_and_every_row_counts(lengths: list[int], sequence_length: int) -> None:
+    documents = ["abcdefghijkl"[:length] for length in lengths]
+    tokens = [token for document in documents for token in (*ids(document), EOS)]
+    if len(tokens) % sequence_length == 1:
+        tokens.pop()
+    token_rows = TokenRows.of(documents, BYTES, sequence_length)
+    rows = [token_rows[index] for index in range(len(token_rows))]
+    counted = [token for row in rows for token in row["labels"].tolist() if token != IGNORED]
+    assert counted == tokens
+    assert all((row["labels"][1:] != IGNORED).any() for row in rows)
+    assert {row["input_ids"].shape for row in rows} == {(sequence_length,)}
+    check_rows(rows, what="the rows")
+
+
+def test_rows_are_numbered_like_a_list_and_are_copies() -> None:
+    rows = TokenRows.of(["abcdefg"], BYTES, 4)
+    assert torch.equal(rows[-1]["input_ids"], rows[1]["input_ids"])
+    with pytest.raises(IndexError):
+        rows[2]
+    row = rows[0]
+    row["input_ids"].zero_()
+    assert torch.equal(row["labels"], torch.tensor(ids("abcd")))
+    assert torch.equal(rows[0]["input_ids"], torch.tensor(ids("abcd")))
+
+
+def test_a_document_longer_than_the_models_context_is_cut_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = train_tokenizer([], 259)
+    tokenizer.model_max_length = 8
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # it does not propagate to the root, where caplog listens
+    try:
+        assert len(TokenRows.of(["a" * 99], tokenizer, 10)) == 10
+        assert caplog.messages == []
+        tokenizer.encode("a" * 99)
+        assert "longer than the specified maximum sequence length" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(("documents", "count"), [([], 0), ([""], 1)])
+def test_text_of_less_than_two_tokens_is_refused(documents: list[str], count: int) -> None:
+    with pytest.raises(ValueError, match=rf"the text has {count} tokens .* must have 2 or more: give more text"):
+        TokenRows.of(documents, BYTES, 4)
+
+
+def test_a_sequence_of_one_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence_length is 1, and it must be 2 or more"):
+        TokenRows.of(["abc"], BYTES, 1)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"the tokenizer has no end-of-sequence token, .* set its eos_token"):
+        TokenRows.of(["abc"], tokenizer, 4)
+
+
+# ---------------------------------------------------------------------------------------------------- rows of the user
+
+
+def row(number: int, **others: torch.Tensor) -> Batch:
+    return {"input_ids": torch.tensor([number, number + 1]), **others}
+
+
+class Stream(IterableDataset[Batch]):
+    def __iter__(self) -> Iterator[Batch]:
+        yield row(0)
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Unsized(Dataset[Batch]):
+    def __getitem__(self, index: int) -> Batch:
+        return row(index)
+
+
+@pytest.mark.parametrize("rows", [Stream(), Unsized(), iter([row(0)]), row(0)])
+def test_rows_that_cannot_be_read_by_number_are_refused(rows: object) -> None:
+    message = f"my rows came as {type(rows).__name__}, and rows must have a length and be read by number"
+    with pytest.raises(ValueError, match=message):
+        check_rows(rows, what="my rows")
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is no row in my rows, and training needs 1 or more"):
+        check_rows([], what="my rows")
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        ([1, 2], "is a list"),
+        ({}, "is empty"),
+        ({"input_ids": [1, 2]}, "has 'input_ids' as list"),
+        ({3: torch.zeros(2)}, "has the key 3"),
+    ],
+)
+def test_a_row_that_is_no_mapping_of_tensors_is_named(bad: object, fault: str) -> None:
+    for rows, index in ([bad], 0), ([row(0), row(1), bad], 2):
+        with pytest.raises(ValueError, match=f"row {index} of my rows {fault}, and every row must be a mapping of names"):
+            check_rows(rows, what="my rows")
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (row(1, mask=torch.ones(2)), r"has the keys \['input_ids', 'mask'\] where row 0 has \['input_ids'\].*same keys"),
+        (
+            {"input_ids": torch.tensor([1])},
+            r"has 'input_ids' as torch\.int64 of shape \(1,\) where row 0 has torch\.int64 of shape \(2,\).*cut or pad",
+        ),
+        (
+            {"input_ids": torch.tensor([1.0, 2.0])},
+            r"has 'input_ids' as torch\.float32 of shape \(2,\) where row 0 has torch\.int64",
+        ),
+    ],
+)
+def test_a_row_unlike_row_0_is_named_by_the_check_and_by_every_batch(bad: Batch, fault: str) -> None:
+    rows = [row(0), row(1), row(2), bad]
+    with pytest.raises(ValueError, match=f"row 3 of my rows {fault}"):
+        check_rows(rows, what="my rows")
+    with pytest.raises(ValueError, match=f"row 3 of the batch {fault}"):
+        collate(rows)
+    # A batch of one row has nothing to differ from but row 0 of all rows.
+    with pytest.raises(ValueError, match=f"row 3 of the training rows {fault}"):
+        StepBatches(rows, global_batch_size=4, seed=0).micro_batches(0, 1)
+    with pytest.raises(ValueError, match=f"row 3 of the evaluation rows {fault}"):
+        list(evaluation_batches(rows, 1))
+
+
+def test_a_row_without_a_label_that_counts_is_named() -> None:
+    ignored = torch.tensor([IGNORED, IGNORED])
+    rows = [row(0, labels=torch.tensor([IGNORED, 1])), row(1, labels=ignored)]
+    message = r"row 1 of my rows has labels of which none counts \(all are -100\).*leave the row out"
+    with pytest.raises(ValueError, match=message):
+        check_rows(rows, what="my rows")
+    regression = row(0, labels=torch.tensor([-100.0]))
+    check_rows([regression, regression], what="my rows")
+
+
+def test_a_large_data_set_is_checked_at_both_ends_and_a_small_one_in_full() -> None:
+    class Counted(Dataset[Batch]):
+        def __init__(self, count: int) -> None:
+            self.count = count
+            self.read: list[int] = []
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, index: int) -> Batch:
+            self.read.append(index)
+            return row(0)
+
+    small, large = Counted(10_000), Counted(10_007)
+    check_rows(small, what="my rows")
+    check_rows(large, what="my rows")
+    assert small.read == [0, *range(10_000)]
+    assert large.read == [0, *range(5_000), *range(5_007, 10_007)]
+
+
+def test_the_checked_row_may_be_any_mapping() -> None:
+    from transformers import BatchEncoding
+
+    check_row(BatchEncoding({"input_ids": torch.tensor([1, 2])}), row(0), index=0, what="my rows")
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def numbered(count: int) -> list[Batch]:
+    return [row(number) for number in range(count)]
+
+
+def batches(count: int, global_batch_size: int, seed: int = 0) -> StepBatches:
+    return StepBatches(numbered(count), global_batch_size=global_batch_size, seed=seed)
+
+
+sizes = {"count": st.integers(1, 12), "global_batch_size": st.integers(1, 30), "seed": st.integers(-(2**70), 2**70)}
+
+
+def test_rows_stack_key_by_key() -> None:
+    batch = collate([row(0, mask=torch.ones(3)), row(4, mask=torch.zeros(3))])
+    assert list(batch) == ["input_ids", "mask"]
+    assert torch.equal(batch["input_ids"], torch.tensor([[0, 1], [4, 5]]))
+    assert torch.equal(batch["mask"], torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+
+
+@given(**sizes)
+def test_each_epoch_sees_every_row_exactly_once_and_no_row_is_dropped(count: int, global_batch_size: int, seed: int) -> None:
+    run = batches(count, global_batch_size, seed)
+    steps = [run.indices(step) for step in range(count)]  # exactly global_batch_size epochs
+    assert all(len(step) == global_batch_size for step in steps)
+    order = [index for step in steps for index in step]
+    for epoch in range(global_batch_size):
+        assert sorted(order[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+@given(**sizes, steps=st.lists(st.integers(0, 10**9), max_size=4), step=st.integers(0, 10**9))
+def test_the_rows_of_a_step_do_not_depend_on_the_steps_asked_for_before(
+    count: int, global_batch_size: int, seed: int, steps: list[int], step: int
+) -> None:
+    run = batches(count, global_batch_size, seed)
+    for other in steps:
+        run.indices(other)
+    assert run.indices(step) == batches(count, global_batch_size, seed).indices(step)
+
+
+@given(**sizes, step=st.integers(0, 50), micro_batch_size=st.integers(1, 31))
+def test_the_micro_batch_size_changes_neither_the_rows_nor_their_order(
+    count: int, global_batch_size: int, seed: int, step: int, micro_batch_size: int
+) -> None:
+    run = batches(count, global_batch_size, seed)
+    (whole,) = run.micro_batches(step, global_batch_size)
+    cut = run.micro_batches(step, micro_batch_size)
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in cut]), whole["input_ids"])
+    assert whole["input_ids"][:, 0].tolist() == run.indices(step)
+    assert [len(batch["input_ids"]) for batch in cut[:-1]] == [micro_batch_size] * (len(cut) - 1)
+
+
+def test_the_global_batch_size_cuts_the_same_order_elsewhere() -> None:
+    def order(global_batch_size: int) -> list[int]:
+        run = batches(7, global_batch_size, seed=3)
+        return [index for step in range(60 // global_batch_size) for index in run.indices(step)]
+
+    assert order(4) == order(3) == order(20)
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    orders = {tuple(batches(20, 20, seed).indices(epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_one_permutation_is_drawn_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    randperm = torch.randperm
+
+    def counted(count: int, **options: Any) -> torch.Tensor:
+        drawn.append(count)
+        return randperm(count, **options)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+    run = batches(10, 4)
+    for step in range(5):
+        run.indices(step)
+    assert drawn == [10, 10]
+    run.indices(10**12)
+    assert drawn == [10, 10, 10]
+
+
+def test_the_order_neither_reads_nor_moves_the_global_random_state() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = batches(9, 5, seed=2).indices(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(7)
+    assert batches(9, 5, seed=2).indices(3) == first
+
+
+def test_evaluation_takes_all_rows_in_order_and_ends_with_a_smaller_batch() -> None:
+    taken = [batch["input_ids"][:, 0].tolist() for batch in evaluation_batches(numbered(5), 2)]
+    assert taken == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "global_batch_size", "steps"),
+    [(1, 8, 4, 2), (1, 9, 4, 3), (3, 10, 4, 8), (0.5, 8, 4, 1), (0.001, 8, 4, 1), (2, 3, 100, 1), (1.1, 10, 1, 11)],
+)
+def test_steps_for_epochs_are_rounded_up(epochs: float, rows: int, global_batch_size: int, steps: int) -> None:
+    assert steps_for(epochs, rows, global_batch_size) == steps
+
+
+@pytest.mark.parametrize("epochs", [0, -1.0, float("inf"), float("nan")])
+def test_epochs_that_no_run_has_are_refused(epochs: float) -> None:
+    with pytest.raises(ValueError, match=f"epochs is {epochs}, and it must be above 0 and finite"):
+        steps_for(epochs, rows=10, global_batch_size=2)
