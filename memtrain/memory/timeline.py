@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from memtrain.trace.event import DEVICE, Event, Kind, Phase, Place, Trace
 
+_BLOCK_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
 
 @dataclass(frozen=True)
 class Owner:
-    """Bytes at the peak that one operator of one module allocated in one phase."""
+    """Bytes at the peak that one operator of one module (or of that module in every block) allocated in one phase."""
 
     bytes: int
     kind: Kind
@@ -86,11 +89,16 @@ class MemoryTimeline:
         return {kind: sums[kind] for kind in Kind if sums.get(kind)}
 
     def owners(self) -> list[Owner]:
-        """Who holds the peak, largest first."""
-        groups: dict[tuple[Kind, Phase, str, str], list[int]] = {}
+        """Who holds the peak, largest first; the same module of every block is one owner, ``model.layers.*.mlp``."""
+        groups: dict[tuple[Kind, Phase, str, str], list[Event]] = {}
         for event in self.live_at(self.peak_position):
-            groups.setdefault((event.kind, event.phase, event.module, event.operator), []).append(event.bytes)
-        owners = [Owner(sum(sizes), *group, storages=len(sizes)) for group, sizes in groups.items()]
+            family = _BLOCK_NUMBER.sub(".*", event.module)
+            groups.setdefault((event.kind, event.phase, family, event.operator), []).append(event)
+        owners = []
+        for (kind, phase, family, operator), members in groups.items():
+            paths = {event.module for event in members}
+            module = paths.pop() if len(paths) == 1 else family
+            owners.append(Owner(sum(event.bytes for event in members), kind, phase, module, operator, len(members)))
         return sorted(owners, key=lambda owner: -owner.bytes)
 
     def peak_by_phase(self) -> dict[Phase, int]:
