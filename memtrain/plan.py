@@ -211,16 +211,16 @@ def check(plan: Plan, job: Job) -> None:
             f"choose one of {', '.join(map(str, micro_batch_sizes(job)))}."
         )
     if isinstance(plan.update, DuringBackward):
+        if job.max_grad_norm is not None:
+            raise ValueError(
+                f"an update during backward never has the whole gradient that max_grad_norm {job.max_grad_norm} bounds: "
+                f"set max_grad_norm to null or update after backward."
+            )
         if plan.micro_batch_size != job.global_batch_size:
             raise ValueError(
                 f"an update during backward needs the whole batch in one backward, and micro_batch_size "
-                f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size} of them: "
+                f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size}: "
                 f"set micro_batch_size to {job.global_batch_size} or update after backward."
-            )
-        if job.max_grad_norm is not None:
-            raise ValueError(
-                f"an update during backward never has the whole gradient that max_grad_norm {job.max_grad_norm} is about: "
-                f"set max_grad_norm to null or update after backward."
             )
 
 

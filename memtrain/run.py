@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memtrain.features.chunked_loss import chunk_loss_
 from memtrain.features.optimizers import adamw
 from memtrain.features.recompute import recompute_blocks_
-from memtrain.features.update import update_after_backward, update_during_backward_
+from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
 from memtrain.job import Job
 from memtrain.models.blocks import blocks
 from memtrain.models.objective import Batch, Objective, objective
@@ -46,6 +46,7 @@ class Run:
         objective: what the loss is a mean over.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
         update: changes the weights, frees the gradients and returns the gradient's norm.
+        undo: what takes each feature off the model again.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Run:
     objective: Objective
     forward_backward: Callable[[Sequence[Batch]], Tensor]
     update: Callable[[], Tensor | None]
+    undo: Sequence[Callable[[], None]] = ()
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of one effective batch."""
@@ -72,6 +74,11 @@ class Run:
             self.model.train()
         return torch.stack(losses).sum() / torch.stack(counts).sum()
 
+    def release(self) -> None:
+        """Give the model back as it was built, but for its weights. The run is over."""
+        for undo in reversed(self.undo):
+            undo()
+
 
 def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     """Apply a plan to a model and return the run that trains it. The model is changed in place.
@@ -85,10 +92,11 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
 
     # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them, and
     # the optimizer comes when no feature replaces a parameter any more.
+    undo: list[Callable[[], None]] = []
     if isinstance(plan.activations, Recompute):
-        recompute_blocks_(list(blocks(model).values()), plan.activations.every)
+        undo.append(recompute_blocks_(list(blocks(model).values()), plan.activations.every))
     if isinstance(plan.loss, ChunkedLogits):
-        chunk_loss_(model, plan.loss.chunk_tokens)
+        undo.append(chunk_loss_(model, plan.loss.chunk_tokens))
     optimizer = adamw(
         model.parameters(),
         learning_rate=job.optimizer.learning_rate,
@@ -99,10 +107,11 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     )
     update: Callable[[], Tensor | None]
     if isinstance(plan.update, DuringBackward):
-        update = update_during_backward_(optimizer)
+        undo.append(update_during_backward_(optimizer))
+        update = nothing_left
     else:
         update = update_after_backward(optimizer, job.max_grad_norm)
-    return Run(model, optimizer, what, _forward_backward(model, what), update)
+    return Run(model, optimizer, what, _forward_backward(model, what), update, undo)
 
 
 def _forward_backward(model: nn.Module, what: Objective) -> Callable[[Sequence[Batch]], Tensor]:

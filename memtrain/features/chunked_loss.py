@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memtrain.models.objective import IGNORED_LABEL, predicts_next_token
+from memtrain.data.rows import IGNORED
+from memtrain.features.replace import replace_forward_
+from memtrain.models.objective import predicts_next_token
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -31,7 +33,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,  # (tokens, width)
         weight: Tensor,  # (vocabulary, width)
         bias: Tensor | None,  # (vocabulary,)
-        target: Tensor,  # (tokens,), IGNORED_LABEL where nothing counts
+        target: Tensor,  # (tokens,), IGNORED where nothing counts
         chunk_tokens: int,
         differentiate: bool,
     ) -> Tensor:
@@ -43,7 +45,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = nn.functional.linear(hidden[chunk], weight, bias).float()
-            counted = target[chunk] != IGNORED_LABEL
+            counted = target[chunk] != IGNORED
             label = target[chunk].clamp(min=0).unsqueeze(-1)
             logits.sub_(logits.amax(dim=-1, keepdim=True))
             picked = logits.gather(-1, label)
@@ -80,7 +82,7 @@ def chunked_cross_entropy(
     Args:
         hidden: (tokens, width).
         weight: (vocabulary, width) of the head.
-        target: (tokens,) int64 labels; IGNORED_LABEL counts nothing.
+        target: (tokens,) int64 labels; IGNORED counts nothing.
         bias: (vocabulary,) of the head.
         chunk_tokens: tokens whose logits exist at once.
     """
@@ -88,10 +90,10 @@ def chunked_cross_entropy(
     return loss
 
 
-def chunk_loss_(model: nn.Module, chunk_tokens: int) -> None:
+def chunk_loss_(model: nn.Module, chunk_tokens: int) -> Callable[[], None]:
     """Compute the loss of a transformers causal language model in chunks wherever it is given labels. In place.
 
-    Without labels the model answers with logits as before; with labels its ``logits`` are None.
+    Without labels the model answers with logits as before; with labels its ``logits`` are None. Returns the undoing.
 
     Raises:
         ValueError: the model's loss is not that of a plain linear head (it says why); keep the whole logits.
@@ -99,7 +101,7 @@ def chunk_loss_(model: nn.Module, chunk_tokens: int) -> None:
     reason = refusal(model)
     if reason is not None:
         raise ValueError(f"the loss of {type(model).__name__} cannot be chunked, {reason}: keep the whole logits.")
-    _chunk(model, chunk_tokens)
+    return _chunk(model, chunk_tokens)
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -123,17 +125,17 @@ def refusal(model: nn.Module) -> str | None:
     return "its head changes the logits before the loss (a cap, a scale) and the chunks would not"
 
 
-def _chunk(model: Any, chunk_tokens: int) -> None:
+def _chunk(model: Any, chunk_tokens: int) -> Callable[[], None]:
     head: nn.Linear = model.get_output_embeddings()
     whole_forward = model.forward
 
     def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         # The head is bypassed, so what arrives as logits are hidden states. Labels are shifted, not hidden states: a
         # shifted copy of these would be as large as one layer's activation.
-        target = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        target = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         hidden = logits.reshape(-1, logits.shape[-1])
         total = chunked_cross_entropy(hidden, head.weight, target, bias=head.bias, chunk_tokens=chunk_tokens)
-        return total / (target != IGNORED_LABEL).sum()
+        return total / (target != IGNORED).sum()
 
     @functools.wraps(whole_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ def _chunk(model: Any, chunk_tokens: int) -> None:
         output.logits = None
         return output
 
-    model.forward = forward
+    return replace_forward_(model, forward)
 
 
 @contextmanager
@@ -199,8 +201,8 @@ def _loss_of_stand_in(model: Any, head: nn.Linear, chunk_tokens: int | None) -> 
     stand_in.get_output_embeddings = lambda: narrow
     if chunk_tokens is not None:
         _chunk(stand_in, chunk_tokens)
-    labels = torch.tensor([[1, 2, IGNORED_LABEL, 3, 0, 2]]) % head.out_features
-    labels[0, 2] = IGNORED_LABEL
+    labels = torch.tensor([[1, 2, IGNORED, 3, 0, 2]]) % head.out_features
+    labels[0, 2] = IGNORED
     loss = stand_in(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
     loss.backward()
     return tuple(tensor.detach() for tensor in (loss, hidden.grad, *(parameter.grad for parameter in narrow.parameters())))

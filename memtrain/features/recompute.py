@@ -6,15 +6,17 @@ state is restored, so dropout draws the same mask. Source: Chen et al. 2016, arX
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memtrain.features.replace import replace_forward_
 
-def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> None:
-    """Recompute every ``every``-th of ``blocks`` (1: all) in backward. In place; parameter names do not change.
+
+def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> Callable[[], None]:
+    """Recompute every ``every``-th of ``blocks`` (1: all) in backward. In place; returns the undoing.
 
     Raises:
         ValueError: there are no blocks, or fewer than ``every``.
@@ -26,6 +28,12 @@ def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> None:
             if blocks
             else "the model has no repeated blocks to recompute: keep the activations."
         )
-    for block in blocks[every - 1 :: every]:
-        # On the instance, below __call__: hooks and the module tree stay as they are, and super().forward is not touched.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    undo = [
+        replace_forward_(block, partial(checkpoint, block.forward, use_reentrant=False)) for block in blocks[every - 1 :: every]
+    ]
+
+    def undo_all() -> None:
+        for one in undo:
+            one()
+
+    return undo_all

@@ -8,6 +8,7 @@ clipping by the global norm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def update_after_backward(optimizer: torch.optim.Optimizer, max_grad_norm: float
 
 
 def update_during_backward_(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let backward update each weight and free its gradient; returns the update that is left to do afterwards: none.
+    """Let backward update each weight of the optimizer and free its gradient. In place; returns the undoing.
 
     One optimizer stays in charge, so that schedules reach the weights and its state_dict is that of an update after
-    backward. In place: hooks on the parameters.
+    backward.
     """
 
     def update_one(group: dict[str, Any], parameter: nn.Parameter) -> None:
@@ -48,7 +49,18 @@ def update_during_backward_(optimizer: torch.optim.Optimizer) -> Callable[[], No
             optimizer.param_groups = groups
         parameter.grad = None
 
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(lambda parameter, group=group: update_one(group, parameter))
-    return lambda: None
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(update_one, group))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+def nothing_left() -> None:
+    """The update after a backward that has done it: none."""

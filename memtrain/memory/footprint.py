@@ -71,10 +71,14 @@ def footprint(trace: Trace, owners: int = 10) -> Footprint:
     if not timeline.totals:
         raise ValueError("the trace holds no allocation on the device, so it has no footprint.")
     peak = timeline.peak_event
+    by_phase = timeline.peak_by_phase()
+    if trace.marks and trace.marks[-1][0] == Phase.SAVE:
+        # Saving copies tensors to the file one by one and may allocate nothing at all, which leaves no event.
+        by_phase.setdefault(Phase.SAVE, timeline.totals[-1])
     return Footprint(
         peak_allocated_bytes=timeline.peak_bytes,
         by_kind=timeline.by_kind(),
-        by_phase=timeline.peak_by_phase(),
+        by_phase=by_phase,
         peak_phase=peak.phase,
         peak_module=peak.module,
         peak_operator=peak.operator,

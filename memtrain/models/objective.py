@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Batch = Mapping[str, Tensor]
-
-IGNORED_LABEL = -100  # the label that torch's and transformers' cross-entropies leave out
+from memtrain.data.rows import IGNORED, Batch
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,31 @@ def predicts_next_token(model: nn.Module) -> bool:
     return shifts and not getattr(model.config, "is_encoder_decoder", False)
 
 
+def check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse rows that the model's forward cannot take.
+
+    Raises:
+        ValueError: a name is no argument of forward.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return
+    for name in names:
+        if name not in accepted:
+            raise ValueError(
+                f"the rows hold {name!r}, and {type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}: "
+                f"name the rows' tensors like its arguments."
+            )
+
+
 def _shifted_labels(batch: Batch) -> Tensor:
-    return (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+    return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def _labels_or_rows(batch: Batch) -> Tensor:
     labels = batch.get("labels")
     if labels is not None and not labels.is_floating_point():
-        return (labels != IGNORED_LABEL).sum()
+        return (labels != IGNORED).sum()
     first = next(iter(batch.values()))
     return torch.tensor(first.shape[0], device=first.device)
 

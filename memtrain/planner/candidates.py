@@ -1,0 +1,51 @@
+"""The plans that a job admits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from memtrain.job import Job
+from memtrain.plan import (
+    POLICIES,
+    AfterBackward,
+    ChunkedLogits,
+    DuringBackward,
+    Fused,
+    Keep,
+    Plan,
+    Recompute,
+    WholeLogits,
+    micro_batch_sizes,
+)
+
+
+def candidates(job: Job, blocks: int, constraints: Mapping[str, Any]) -> Iterator[Plan]:
+    """Every plan worth considering, those that ``check`` or ``prepare`` will refuse included, so that they get a reason.
+
+    Args:
+        blocks: repeated blocks of the model.
+        constraints: plan fields that are fixed: ``micro_batch_size`` as a number, the others as policies.
+
+    Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries.
+    """
+    choices: dict[str, tuple[Any, ...]] = {
+        "micro_batch_size": micro_batch_sizes(job),
+        "activations": (Keep(), *_recomputations(blocks)),
+        "loss": (WholeLogits(), ChunkedLogits()),
+        "update": (AfterBackward(), DuringBackward()),
+        "optimizer_kernel": (Fused(),),
+    }
+    assert choices.keys() == {"micro_batch_size", *POLICIES}
+    choices.update({field: (fixed,) for field, fixed in constraints.items()})
+    for values in product(*choices.values()):
+        yield Plan(**dict(zip(choices, values, strict=True)))
+
+
+def _recomputations(blocks: int) -> Iterator[Recompute]:
+    """All blocks, every second, every fourth and so on, down to one."""
+    every = 1
+    while every <= blocks:
+        yield Recompute(every)
+        every *= 2

@@ -1,0 +1,77 @@
+"""Seconds per optimizer step, from what the operators compute and move.
+
+A phase takes the longer of its arithmetic and its memory traffic (the roofline model, Williams et al. 2009,
+doi 10.1145/1498765.1498785), plus a fixed time per operator. The work of the plainest plan is measured at two micro-batch
+sizes, between which it is affine; what a policy adds to it is counted. That ranks plans; it is not a stopwatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memtrain.device import Device
+from memtrain.job import Job
+from memtrain.plan import ChunkedLogits, DuringBackward, Foreach, Plan, Recompute
+from memtrain.trace.event import Phase, Work
+
+# Passes over the parameters that AdamW makes: fused reads weight, gradient and two moments and writes three of them;
+# foreach runs about twelve elementwise kernels of two to three operands each (torch/optim/adamw.py, _multi_tensor_adamw).
+_FUSED_PASSES, _FOREACH_PASSES = 7, 30
+# Operators that the chunked loss runs per chunk (features/chunked_loss.py).
+_OPERATORS_PER_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of plans of one job.
+
+    Attributes:
+        small, large: work per phase of one micro-batch, at the two sizes.
+        small_size, large_size: these sizes.
+        tokens_per_row: rows of logits per row of the batch.
+        parameters: number of parameter tensors that are updated.
+        parameter_bytes: their bytes.
+    """
+
+    job: Job
+    device: Device
+    small: Mapping[Phase, Work]
+    small_size: int
+    large: Mapping[Phase, Work]
+    large_size: int
+    tokens_per_row: int
+    parameters: int
+    parameter_bytes: int
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Predicted seconds per optimizer step."""
+        forward = self._work(Phase.FORWARD, plan.micro_batch_size)
+        seconds = self._seconds(forward) + self._seconds(self._work(Phase.BACKWARD, plan.micro_batch_size))
+        if isinstance(plan.activations, Recompute):
+            seconds += self._seconds(forward) / plan.activations.every
+        if isinstance(plan.loss, ChunkedLogits):
+            chunks = -(-plan.micro_batch_size * self.tokens_per_row // plan.loss.chunk_tokens)
+            seconds += chunks * _OPERATORS_PER_CHUNK * self.device.operator_seconds
+        micro_batches = self.job.global_batch_size // plan.micro_batch_size
+        return micro_batches * seconds + self._update_seconds(plan)
+
+    def _update_seconds(self, plan: Plan) -> float:
+        passes = _FOREACH_PASSES if isinstance(plan.optimizer_kernel, Foreach) else _FUSED_PASSES
+        launches = self.parameters if isinstance(plan.update, DuringBackward) else 1
+        return passes * self.parameter_bytes / self.device.bytes_per_second + launches * self.device.operator_seconds
+
+    def _work(self, phase: Phase, size: int) -> Work:
+        """Work of one micro-batch of ``size`` rows, on the line through the two measured sizes."""
+        small, large = self.small[phase], self.large[phase]
+        share = (size - self.small_size) / (self.large_size - self.small_size) if self.large_size > self.small_size else 0.0
+
+        def at(low: float, high: float) -> float:
+            return max(0.0, low + share * (high - low))
+
+        return Work(at(small.flops, large.flops), at(small.bytes, large.bytes), at(small.operators, large.operators))
+
+    def _seconds(self, work: Work) -> float:
+        arithmetic = work.flops / self.device.flops_per_second
+        traffic = work.bytes / self.device.bytes_per_second
+        return max(arithmetic, traffic) + work.operators * self.device.operator_seconds

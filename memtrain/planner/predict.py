@@ -1,0 +1,88 @@
+"""Traces of plans, each simulated once and, between micro-batch sizes, inferred."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from memtrain.device import Device
+from memtrain.job import Job
+from memtrain.memory.extend import NotAlike, extend
+from memtrain.models.blocks import blocks
+from memtrain.models.build import ModelSource
+from memtrain.plan import Plan, check, micro_batch_sizes
+from memtrain.planner.cost import CostModel
+from memtrain.trace.event import Phase, Trace, Work
+from memtrain.trace.simulate import RowShapes, dataless_model, simulate
+
+
+class Predictor:
+    """Predicts what plans of one job do to memory.
+
+    Args:
+        source: the model.
+        rows: shape and type of each tensor of one row.
+        evaluates: whether the run evaluates.
+    """
+
+    def __init__(self, job: Job, source: ModelSource, rows: RowShapes, device: Device, *, evaluates: bool = True) -> None:
+        self.job, self.device = job, device
+        self._source, self._rows, self._evaluates = source, rows, evaluates
+        self._simulated: dict[Plan, Trace] = {}
+        model = dataless_model(source)
+        self.blocks = len(blocks(model))
+        self._parameters = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+
+    def trace(self, plan: Plan) -> Trace:
+        """The trace of a plan, simulated whole.
+
+        Raises:
+            ValueError: the plan does not suit the job or the model.
+        """
+        if plan not in self._simulated:
+            check(plan, self.job)
+            model = dataless_model(self._source)
+            self._simulated[plan] = simulate(self.job, plan, model, self._rows, self.device, evaluates=self._evaluates)
+        return self._simulated[plan]
+
+    def inferred(self, plan: Plan) -> Trace:
+        """The trace of a plan, inferred from two smaller micro-batches where there are two that do the same.
+
+        Raises:
+            ValueError: the plan does not suit the job or the model.
+        """
+        if plan in self._simulated:
+            return self._simulated[plan]
+        # A micro-batch of one row takes slightly other operators (what is contiguous differs), and the whole batch at
+        # once accumulates nothing; between these all sizes are alike.
+        alike = [size for size in sorted(micro_batch_sizes(self.job)) if 1 < size < self.job.global_batch_size]
+        if plan.micro_batch_size not in alike[2:]:
+            return self.trace(plan)
+        small, large = (replace(plan, micro_batch_size=size) for size in alike[:2])
+        try:
+            return extend(self.trace(small), alike[0], self.trace(large), alike[1], plan.micro_batch_size)
+        except NotAlike:
+            return self.trace(plan)
+
+    def cost_model(self, plain: Callable[[int], Plan]) -> CostModel:
+        """The cost model of the job, from the plan that ``plain`` gives for two micro-batch sizes."""
+        sizes = sorted(micro_batch_sizes(self.job))
+        small, large = sizes[0], sizes[min(1, len(sizes) - 1)]
+        return CostModel(
+            job=self.job,
+            device=self.device,
+            small=self._work_per_micro_batch(plain(small)),
+            small_size=small,
+            large=self._work_per_micro_batch(plain(large)),
+            large_size=large,
+            tokens_per_row=max((shape[0] for shape, _ in self._rows.values() if shape), default=1),
+            parameters=len(self._parameters),
+            parameter_bytes=sum(self._parameters),
+        )
+
+    def _work_per_micro_batch(self, plan: Plan) -> dict[Phase, Work]:
+        trace = self.trace(plan)
+        # Two steps, each of two micro-batches or of the only one.
+        runs = 2 * min(2, self.job.global_batch_size // plan.micro_batch_size)
+        found = {phase: trace.work.get(phase, Work()) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        return {phase: Work(work.flops / runs, work.bytes / runs, work.operators / runs) for phase, work in found.items()}
