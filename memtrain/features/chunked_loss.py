@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memtrain.data.rows import IGNORED
-from memtrain.features.replace import replace_forward_
+from memtrain.features.replace import replace_
 from memtrain.models.objective import predicts_next_token
 
 
@@ -141,27 +140,17 @@ def _chunk(model: Any, chunk_tokens: int) -> Callable[[], None]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("labels") is None:
             return whole_forward(*args, **kwargs)
-        with _replaced(head, "forward", lambda hidden: hidden), _replaced(model, "_loss_function", loss_function):
+        restore_head = replace_(head, "forward", lambda hidden: hidden)
+        restore_loss = replace_(model, "_loss_function", loss_function)
+        try:
             output = whole_forward(*args, **kwargs)
+        finally:
+            restore_loss()
+            restore_head()
         output.logits = None
         return output
 
-    return replace_forward_(model, forward)
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Give one instance another attribute for a while."""
-    own = module.__dict__
-    before, was_set = own.get(name), name in own
-    own[name] = value
-    try:
-        yield
-    finally:
-        if was_set:
-            own[name] = before
-        else:
-            del own[name]
+    return replace_(model, "forward", forward)
 
 
 class _Answer(tuple[Tensor]):

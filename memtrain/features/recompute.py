@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memtrain.features.replace import replace_forward_
+from memtrain.features.replace import replace_
 
 
 def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> Callable[[], None]:
@@ -29,7 +29,7 @@ def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> Callable[[
             else "the model has no repeated blocks to recompute: keep the activations."
         )
     undo = [
-        replace_forward_(block, partial(checkpoint, block.forward, use_reentrant=False)) for block in blocks[every - 1 :: every]
+        replace_(block, "forward", partial(checkpoint, block.forward, use_reentrant=False)) for block in blocks[every - 1 :: every]
     ]
 
     def undo_all() -> None:

@@ -1,4 +1,4 @@
-"""Another forward for one module, until it is given back."""
+"""Another attribute for one module instance, until it is given back."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from torch import nn
 
 
-def replace_forward_(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let this instance run ``forward`` below its ``__call__``, and return what undoes it.
+def replace_(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Give this instance its own ``name`` (its ``forward``, say) and return what undoes it.
 
-    Hooks, parameter names, the module tree and the class stay as they are.
+    A replaced forward runs below ``__call__``: hooks, parameter names, the module tree and the class stay as they are.
     """
     own = module.__dict__
-    had_its_own, before = "forward" in own, own.get("forward")
-    own["forward"] = forward
+    had_its_own, before = name in own, own.get(name)
+    own[name] = value
 
     def undo() -> None:
         if had_its_own:
-            own["forward"] = before
+            own[name] = before
         else:
-            own.pop("forward", None)
+            own.pop(name, None)
 
     return undo

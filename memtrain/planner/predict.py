@@ -29,9 +29,9 @@ class Predictor:
         self.job, self.device = job, device
         self._source, self._rows, self._evaluates = source, rows, evaluates
         self._simulated: dict[Plan, Trace] = {}
-        model = dataless_model(source)
-        self.blocks = len(blocks(model))
-        self._parameters = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+        self.model = dataless_model(source)
+        self.blocks = len(blocks(self.model))
+        self._parameters = [parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad]
 
     def trace(self, plan: Plan) -> Trace:
         """The trace of a plan, simulated whole.

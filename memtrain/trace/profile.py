@@ -84,6 +84,11 @@ class MemoryProfiler:
         """A trace per window, in order; the last of those with one name."""
         return {name: Trace(tuple(events), marks=((name, 0),)) for name, events in self._windows}
 
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the live bytes over all windows so far."""
+        return max((MemoryTimeline(trace).peak_bytes for trace in self.traces().values()), default=0)
+
     def _events(
         self,
         before: dict[int, tuple[Kind, int]],

@@ -1,0 +1,55 @@
+"""``python -m memtrain [recipe=NAME] [key=value …]``: plan a training step inside a memory budget, then train with it.
+
+Every job of the command line is composed and checked before the first one loads torch, so a mistake in any of them is
+reported at once. Exit codes: 0 done, 1 a job failed, 2 the command line or a recipe is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from memtrain.command_line import compose_jobs, help_text, parser
+from memtrain.config import Settings, settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (``sys.argv`` by default) and return its exit code."""
+    given = parser().parse_intermixed_args(arguments)
+    if given.help:
+        print(help_text())
+        return 0
+    try:
+        configs = compose_jobs(given.overrides, multirun=given.multirun)
+        if given.cfg:
+            print("---\n".join(OmegaConf.to_yaml(cfg) for cfg in configs), end="")
+            return 0
+        jobs = [(settings(cfg), OmegaConf.to_yaml(cfg, resolve=True)) for cfg in configs]
+    except ValueError as error:
+        print(f"memtrain: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _run(jobs)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
+    from memtrain.trainer import run_recipe  # loads torch and transformers
+
+    exit_code = 0
+    for number, (job, config_yaml) in enumerate(jobs):
+        try:
+            run_recipe(job, config_yaml)
+        except ValueError as error:
+            # A budget that is too small for one job of a sweep says nothing about the others.
+            which = f"job {number}: " if len(jobs) > 1 else ""
+            print(f"memtrain: {which}{error}", file=sys.stderr)
+            exit_code = 1
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

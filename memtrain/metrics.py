@@ -1,0 +1,47 @@
+"""The folder of a run: what was planned, what happened, and how the two compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_FILES = ("config.yaml", "plan.yaml", "prediction.json", "metrics.jsonl", "comparison.json", "memory.png", "model")
+
+
+class RunFolder:
+    """Writes one run's files.
+
+    Raises:
+        ValueError: the folder holds a run already, or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = [name for name in _FILES if (path / name).exists()]
+        if found:
+            raise ValueError(f"run.dir {path} already holds a run ({', '.join(found)}): choose another folder or remove it.")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"run.dir {path} cannot be made ({error.strerror}): choose another folder.") from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        (self.path / name).write_text(text, encoding="utf-8")
+
+    def write_yaml(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a YAML file, keys in the given order."""
+        import yaml
+
+        self.write_text(name, yaml.safe_dump(dict(content), sort_keys=False))
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write an indented JSON file."""
+        self.write_text(name, json.dumps(content, indent=2) + "\n")
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Add one line to ``metrics.jsonl``."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

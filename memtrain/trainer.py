@@ -1,0 +1,397 @@
+"""The Trainer: data, schedule, logging and measuring around ``Run.step``.
+
+It plans on a data-less copy of the model, builds or takes the real one once a plan is chosen, and trains with exactly
+that plan. It owns no training mathematics: the step is Run.step, the rows of a step come from StepBatches, and the
+learning rate from schedule.learning_rate.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtrain import machine
+from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
+from memtrain.data.rows import Rows, TokenRows, check_rows
+from memtrain.data.text import read_documents
+from memtrain.device import Device
+from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
+from memtrain.metrics import RunFolder
+from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
+from memtrain.models.objective import check_names
+from memtrain.plan import to_dict
+from memtrain.planner.choice import Choice, Comparison
+from memtrain.planner.compare import compare
+from memtrain.planner.predict import Predictor
+from memtrain.planner.search import choose
+from memtrain.run import Run, StepResult, prepare
+from memtrain.schedule import learning_rate
+from memtrain.trace.event import Kind, Phase, Trace
+from memtrain.trace.profile import MemoryProfiler, held_by, held_bytes
+from memtrain.units import parse_bytes
+
+# Rows are cut to at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
+_DEFAULT_SEQUENCE_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a training run came to.
+
+    Attributes:
+        comparison: predicted beside measured.
+        evaluations: (step, mean loss over the evaluation rows) pairs, the first before training; empty without such rows.
+        metrics: a row per optimizer step, as in ``metrics.jsonl``.
+        measured: the measured trace of each window of the run.
+    """
+
+    comparison: Comparison
+    evaluations: tuple[tuple[int, float], ...]
+    metrics: tuple[Mapping[str, float], ...]
+    measured: Mapping[str, Trace]
+
+
+class Trainer:
+    """Train a model inside a memory budget.
+
+    Args:
+        model: a local path, a hub id, a transformers configuration (object or mapping) or any nn.Module that returns its
+            loss when called with a row batch as keyword arguments.
+        data: a text file or a folder of them, or rows: a list or map-style dataset of mappings from argument name to tensor.
+        budget: memory that training may take, such as ``"4GiB"``, or a Budget.
+        eval_data: like ``data``; evaluated on before and after training, and every ``evaluate_every`` steps.
+        tokenizer: a tokenizer or the path of one, for text; by default the one at the model's path.
+        sequence_length: tokens per row of text; by default what the model has positions for, at most 1024.
+        global_batch_size: rows per optimizer step.
+        steps, epochs: length of the run; one epoch by default.
+        optimizer, schedule, max_grad_norm, seed: see :class:`memtrain.job.Job`.
+        constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}``.
+        device: what it is trained on; by default this machine's processor.
+        run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: one sentence about whatever of these cannot be trained, before anything is loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        data: Any,
+        budget: str | Budget,
+        eval_data: Any = None,
+        tokenizer: Any = None,
+        sequence_length: int | None = None,
+        global_batch_size: int = 8,
+        steps: int | None = None,
+        epochs: float | None = None,
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+        max_grad_norm: float | None = 1.0,
+        seed: int = 0,
+        evaluate_every: int | None = None,
+        constraints: Mapping[str, Any] | None = None,
+        device: Device | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        progress: bool = True,
+    ) -> None:
+        from accelerate import PartialState
+
+        # accelerate keeps one state per process for good; a second job of this process must not inherit the first one's.
+        PartialState._reset_state()
+        if PartialState(cpu=True).num_processes > 1:
+            raise ValueError("several processes were started, and memtrain trains in one: start it without torchrun.")
+        self.device = device or machine.cpu()
+        self.budget = budget if isinstance(budget, Budget) else machine.budget(parse_bytes(budget))
+        self.source = source(model)
+        _check_module(self.source)
+        self.tokenizer = _tokenizer(tokenizer)
+        self._sequence_length = sequence_length
+        self.rows = self._rows(data, "data")
+        self.eval_rows = None if eval_data is None else self._rows(eval_data, "eval_data")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"steps is {steps} and epochs is {epochs}, and only one can hold: leave the other out.")
+        self.job = Job(
+            model=self.source.name,
+            global_batch_size=global_batch_size,
+            steps=steps_for(epochs or 1, len(self.rows), global_batch_size) if steps is None else steps,
+            optimizer=optimizer or AdamW(),
+            schedule=schedule or Cosine(),
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+        self._evaluate_every = evaluate_every
+        self._constraints = dict(constraints or {})
+        self._folder = None if run_dir is None else RunFolder(Path(run_dir))
+        self._progress = progress
+        self._model: nn.Module | None = None
+        self._profiler = MemoryProfiler(self._held)
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    # ------------------------------------------------------------------ planning
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The plan, made on first use and written to the run folder.
+
+        Raises:
+            NoPlanFits: with the smallest plan and the missing bytes.
+            ValueError: the model has no loss, or the constraints leave no plan.
+        """
+        first = self.rows[0]
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
+        predictor = Predictor(self.job, self.source, shapes, self.device, evaluates=self.eval_rows is not None)
+        check_names(predictor.model, first)
+        chosen = choose(predictor, self.budget, self._constraints)
+        if self._folder is not None:
+            self._folder.write_yaml("plan.yaml", to_dict(chosen.plan))
+            self._folder.write_json("prediction.json", chosen.to_dict())
+        return chosen
+
+    # ------------------------------------------------------------------ training
+
+    def train(self) -> Result:
+        """Train with the chosen plan, measuring the first, the second and the last step.
+
+        Raises:
+            ValueError: the loss of a step is not a finite number, or planning fails.
+        """
+        from memtrain.report.terminal import TrainingProgress
+
+        choice, log = self.choice, _Log(self._folder)
+        batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
+        with self._prepared() as run:
+            if self.eval_rows is not None:
+                log.add({"step": 0, "eval_loss": self._evaluate(run)})
+            with TrainingProgress(self.job.steps, self.budget.device_bytes, quiet=not self._progress) as bar:
+                for step in range(self.job.steps):
+                    row = self._step(run, batches, step)
+                    bar.update(
+                        step + 1,
+                        loss=row["loss"],
+                        tokens_per_second=row["tokens_per_second"],
+                        memory_bytes=held_bytes(run.model, run.optimizer),
+                        peak_bytes=self._profiler.peak_bytes,
+                    )
+                    if self._evaluates_after(step):
+                        row["eval_loss"] = self._evaluate(run)
+                    log.add(row)
+            self._measure_the_end(run)
+        measured = self._profiler.traces()
+        # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
+        unwatched = [row for row in log.steps if not self._watches(int(row["step"]) - 1)] or log.steps
+        comparison = compare(choice, measured, statistics.median(row["step_seconds"] for row in unwatched))
+        if self._folder is not None:
+            self._folder.write_json("comparison.json", comparison.to_dict())
+        return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows), measured=measured)
+
+    def evaluate(self) -> float:
+        """The mean loss over the counted items of ``eval_data``, with the chosen plan and dropout off.
+
+        Raises:
+            ValueError: there is no ``eval_data``.
+        """
+        if self.eval_rows is None:
+            raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
+        with self._prepared() as run:
+            return self._evaluate(run)
+
+    def save_model(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one.
+
+        Another nn.Module is written as ``model.safetensors``.
+        """
+        model = self.model
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+        else:
+            from safetensors.torch import save_model
+
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_model(model, str(Path(folder) / "model.safetensors"))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    @property
+    def model(self) -> nn.Module:
+        """The real model, loaded on first use; a module that was given is itself."""
+        if self._model is None:
+            from accelerate.utils import set_seed
+
+            set_seed(self.job.seed)
+            if isinstance(self.source, FromModule):
+                self._model = self.source.load()
+            else:
+                with self._profiler.window("load", Phase.LOAD):
+                    self._model = self.source.load()
+        return self._model
+
+    # ------------------------------------------------------------------ parts of a run
+
+    @contextmanager
+    def _prepared(self) -> Iterator[Run]:
+        """The run of the chosen plan; afterwards the model is as it was, but for its weights."""
+        run = prepare(self.job, self.choice.plan, self.model)
+        self._optimizer = run.optimizer
+        try:
+            yield run
+        finally:
+            run.release()
+            self._optimizer = None
+
+    def _step(self, run: Run, batches: StepBatches, step: int) -> dict[str, float]:
+        """One optimizer step and what is logged about it.
+
+        Raises:
+            ValueError: the loss is not a finite number; the weights were updated with it.
+        """
+        rate = learning_rate(self.job, step)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        started = time.perf_counter()
+        if self._watches(step):
+            with self._profiler.window(f"step {step + 1}", Phase.FORWARD):
+                marked = replace(run, update=self._profiler.in_update(run.update))
+                result, tokens = self._run_step(marked, batches, step)
+        else:
+            result, tokens = self._run_step(run, batches, step)
+        loss = result.loss.item()
+        seconds = time.perf_counter() - started
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of step {step + 1} is {loss}, and training on would spoil the weights: "
+                f"lower the learning rate of {rate:g}, or look at rows {batches.indices(step)}."
+            )
+        row = {
+            "step": step + 1,
+            "loss": loss,
+            "tokens_per_second": tokens / seconds,
+            "learning_rate": rate,
+            "step_seconds": seconds,
+        }
+        if result.grad_norm is not None:
+            row["grad_norm"] = result.grad_norm.item()
+        return row
+
+    def _run_step(self, run: Run, batches: StepBatches, step: int) -> tuple[StepResult, int]:
+        """The step and its number of tokens; its batches are gone when it returns, before the next ones are made."""
+        micro_batches = batches.micro_batches(step, self.choice.plan.micro_batch_size)
+        tokens = sum(next(iter(batch.values())).shape[:2].numel() for batch in micro_batches)
+        return run.step(micro_batches), tokens
+
+    def _watches(self, step: int) -> bool:
+        """Whether the profiler measures a step (from 0): the first two stand for all, the last shows that they did."""
+        return step < 2 or step == self.job.steps - 1
+
+    def _evaluates_after(self, step: int) -> bool:
+        """Whether the run evaluates after a step (from 0)."""
+        if self.eval_rows is None:
+            return False
+        every = self._evaluate_every
+        return step == self.job.steps - 1 or (every is not None and (step + 1) % every == 0)
+
+    def _evaluate(self, run: Run) -> float:
+        assert self.eval_rows is not None
+        return run.evaluate(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size)).item()
+
+    def _measure_the_end(self, run: Run) -> None:
+        """Measure evaluation beside the optimizer state, over the two batches that stand for all, and saving."""
+        if self.eval_rows is not None:
+            with self._profiler.window("evaluate", Phase.EVALUATE):
+                run.evaluate(islice(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size), 2))
+        if self._folder is not None:
+            with self._profiler.window("save", Phase.SAVE):
+                self.save_model(self._folder.path / "model")
+
+    def _held(self) -> Iterator[tuple[Kind, Tensor]]:
+        return iter(()) if self._model is None else held_by(self._model, self._optimizer)
+
+    # ------------------------------------------------------------------ data
+
+    def _rows(self, data: Any, what: str) -> Rows:
+        """Rows as given, or cut from text.
+
+        Raises:
+            ValueError: they cannot be read or trained on.
+        """
+        if isinstance(data, str | os.PathLike):
+            data = self._text_rows(read_documents(Path(data)), what)
+        check_rows(data, what=what)
+        rows: Rows = data
+        return rows
+
+    def _text_rows(self, documents: list[str], what: str) -> TokenRows:
+        if self.tokenizer is None:
+            self.tokenizer = self._tokenizer_of_model(what)
+        config = getattr(self.source, "config", None)
+        positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_SEQUENCE_LENGTH
+        return TokenRows.of(documents, self.tokenizer, self._sequence_length or min(positions, _DEFAULT_SEQUENCE_LENGTH))
+
+    def _tokenizer_of_model(self, what: str) -> Any:
+        if not isinstance(self.source, FromPretrained):
+            raise ValueError(f"{what} is text, and {self.source.name} brings no tokenizer to read it with: give tokenizer.")
+        return _tokenizer(self.source.path)
+
+
+@dataclass
+class _Log:
+    """The rows written so far, here and in the run folder."""
+
+    folder: RunFolder | None
+    rows: list[Mapping[str, float]] = field(default_factory=list)
+
+    def add(self, row: Mapping[str, float]) -> None:
+        self.rows.append(row)
+        if self.folder is not None:
+            self.folder.log(row)
+
+    @property
+    def steps(self) -> list[Mapping[str, float]]:
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def evaluations(self) -> tuple[tuple[int, float], ...]:
+        return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer as given, or the one at a path.
+
+    Raises:
+        ValueError: there is none at the path.
+    """
+    if not isinstance(tokenizer, str | os.PathLike):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(tokenizer))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"there is no tokenizer at {os.fspath(tokenizer)!r} ({reason}): give one that save_pretrained wrote.") from error
+
+
+def _check_module(model: ModelSource) -> None:
+    """Refuse a module that is not what precision fp32 on a processor trains."""
+    if not isinstance(model, FromModule):
+        return
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise ValueError(f"{model.name} has no parameter that requires a gradient, so there is nothing to train.")
+    for path, parameter in model.module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu().")
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float().")
