@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
-    from memtrain.trainer import run_recipe  # loads torch and transformers
+    from memtrain.recipe import run_recipe  # loads torch and transformers
 
     exit_code = 0
     for number, (job, config_yaml) in enumerate(jobs):

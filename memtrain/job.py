@@ -104,8 +104,7 @@ class Job:
     def __post_init__(self) -> None:
         _require(self.global_batch_size >= 1, "global_batch_size", self.global_batch_size, "1 or more rows")
         _require(self.steps >= 1, "steps", self.steps, "1 or more")
-        warmup = self.schedule.warmup_steps
-        _require(0 <= warmup <= self.steps, "warmup_steps", warmup, f"from 0 to the {self.steps} steps of the run")
+        _require(self.schedule.warmup_steps >= 0, "warmup_steps", self.schedule.warmup_steps, "0 or more")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
 

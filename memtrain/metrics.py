@@ -11,10 +11,10 @@ _FILES = ("config.yaml", "plan.yaml", "prediction.json", "metrics.jsonl", "compa
 
 
 class RunFolder:
-    """Writes one run's files.
+    """Writes one run's files; the folder is made with the first of them.
 
     Raises:
-        ValueError: the folder holds a run already, or cannot be made.
+        ValueError: the folder holds a run already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,14 +22,18 @@ class RunFolder:
         found = [name for name in _FILES if (path / name).exists()]
         if found:
             raise ValueError(f"run.dir {path} already holds a run ({', '.join(found)}): choose another folder or remove it.")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"run.dir {path} cannot be made ({error.strerror}): choose another folder.") from error
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file."""
-        (self.path / name).write_text(text, encoding="utf-8")
+        """Write a text file.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"run.dir {self.path} cannot be written ({error.strerror}): choose another folder.") from error
 
     def write_yaml(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a YAML file, keys in the given order."""

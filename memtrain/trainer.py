@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from memtrain import machine
 from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
-from memtrain.data.rows import Rows, TokenRows, check_rows
+from memtrain.data.rows import Row, Rows, TokenRows, check_rows
 from memtrain.data.text import read_documents
 from memtrain.device import Device
 from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
@@ -38,7 +38,7 @@ from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.run import Run, StepResult, prepare
 from memtrain.schedule import learning_rate
-from memtrain.trace.event import Kind, Phase, Trace
+from memtrain.trace.event import Kind, Phase
 from memtrain.trace.profile import MemoryProfiler, held_by, held_bytes
 from memtrain.units import parse_bytes
 
@@ -53,14 +53,12 @@ class Result:
     Attributes:
         comparison: predicted beside measured.
         evaluations: (step, mean loss over the evaluation rows) pairs, the first before training; empty without such rows.
-        metrics: a row per optimizer step, as in ``metrics.jsonl``.
-        measured: the measured trace of each window of the run.
+        metrics: the rows of ``metrics.jsonl``.
     """
 
     comparison: Comparison
     evaluations: tuple[tuple[int, float], ...]
     metrics: tuple[Mapping[str, float], ...]
-    measured: Mapping[str, Trace]
 
 
 class Trainer:
@@ -118,7 +116,7 @@ class Trainer:
         self.budget = budget if isinstance(budget, Budget) else machine.budget(parse_bytes(budget))
         self.source = source(model)
         _check_module(self.source)
-        self.tokenizer = _tokenizer(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer)
         self._sequence_length = sequence_length
         self.rows = self._rows(data, "data")
         self.eval_rows = None if eval_data is None else self._rows(eval_data, "eval_data")
@@ -135,7 +133,7 @@ class Trainer:
         )
         self._evaluate_every = evaluate_every
         self._constraints = dict(constraints or {})
-        self._folder = None if run_dir is None else RunFolder(Path(run_dir))
+        self.folder = None if run_dir is None else RunFolder(Path(run_dir))
         self._progress = progress
         self._model: nn.Module | None = None
         self._profiler = MemoryProfiler(self._held)
@@ -152,13 +150,14 @@ class Trainer:
             ValueError: the model has no loss, or the constraints leave no plan.
         """
         first = self.rows[0]
+        self._check_tokens(first)
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         predictor = Predictor(self.job, self.source, shapes, self.device, evaluates=self.eval_rows is not None)
         check_names(predictor.model, first)
         chosen = choose(predictor, self.budget, self._constraints)
-        if self._folder is not None:
-            self._folder.write_yaml("plan.yaml", to_dict(chosen.plan))
-            self._folder.write_json("prediction.json", chosen.to_dict())
+        if self.folder is not None:
+            self.folder.write_yaml("plan.yaml", to_dict(chosen.plan))
+            self.folder.write_json("prediction.json", chosen.to_dict())
         return chosen
 
     # ------------------------------------------------------------------ training
@@ -169,14 +168,18 @@ class Trainer:
         Raises:
             ValueError: the loss of a step is not a finite number, or planning fails.
         """
+        from rich.console import Console
+
+        from memtrain.report.plot import plot_run
         from memtrain.report.terminal import TrainingProgress
 
-        choice, log = self.choice, _Log(self._folder)
+        choice, log = self.choice, _Log(self.folder)
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         with self._prepared() as run:
             if self.eval_rows is not None:
                 log.add({"step": 0, "eval_loss": self._evaluate(run)})
-            with TrainingProgress(self.job.steps, self.budget.device_bytes, quiet=not self._progress) as bar:
+            console = Console(quiet=not self._progress)
+            with TrainingProgress(self.job.steps, self.budget.device_bytes, console) as bar:
                 for step in range(self.job.steps):
                     row = self._step(run, batches, step)
                     bar.update(
@@ -194,9 +197,10 @@ class Trainer:
         # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
         unwatched = [row for row in log.steps if not self._watches(int(row["step"]) - 1)] or log.steps
         comparison = compare(choice, measured, statistics.median(row["step_seconds"] for row in unwatched))
-        if self._folder is not None:
-            self._folder.write_json("comparison.json", comparison.to_dict())
-        return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows), measured=measured)
+        if self.folder is not None:
+            self.folder.write_json("comparison.json", comparison.to_dict())
+            plot_run(self.folder.path / "memory.png", log.rows, choice, measured[f"step {min(2, self.job.steps)}"])
+        return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
     def evaluate(self) -> float:
         """The mean loss over the counted items of ``eval_data``, with the chosen plan and dropout off.
@@ -312,9 +316,9 @@ class Trainer:
         if self.eval_rows is not None:
             with self._profiler.window("evaluate", Phase.EVALUATE):
                 run.evaluate(islice(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size), 2))
-        if self._folder is not None:
+        if self.folder is not None:
             with self._profiler.window("save", Phase.SAVE):
-                self.save_model(self._folder.path / "model")
+                self.save_model(self.folder.path / "model")
 
     def _held(self) -> Iterator[tuple[Kind, Tensor]]:
         return iter(()) if self._model is None else held_by(self._model, self._optimizer)
@@ -340,10 +344,28 @@ class Trainer:
         positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_SEQUENCE_LENGTH
         return TokenRows.of(documents, self.tokenizer, self._sequence_length or min(positions, _DEFAULT_SEQUENCE_LENGTH))
 
+    def _check_tokens(self, row: Row) -> None:
+        """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
+        config = getattr(self.source, "config", None)
+        if "input_ids" not in row or config is None:
+            return
+        length, positions = len(row["input_ids"]), getattr(config, "max_position_embeddings", None)
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"the rows have {length} tokens and {self.source.name} has {positions} positions: "
+                f"shorten sequence_length to {positions} or less."
+            )
+        vocabulary = getattr(config, "vocab_size", None)
+        if self.tokenizer is not None and vocabulary is not None and len(self.tokenizer) > vocabulary:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens and {self.source.name} has embeddings for {vocabulary}: "
+                f"take the tokenizer that belongs to the model, or a larger vocab_size."
+            )
+
     def _tokenizer_of_model(self, what: str) -> Any:
         if not isinstance(self.source, FromPretrained):
             raise ValueError(f"{what} is text, and {self.source.name} brings no tokenizer to read it with: give tokenizer.")
-        return _tokenizer(self.source.path)
+        return load_tokenizer(self.source.path)
 
 
 @dataclass
@@ -367,7 +389,7 @@ class _Log:
         return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
 
 
-def _tokenizer(tokenizer: Any) -> Any:
+def load_tokenizer(tokenizer: Any) -> Any:
     """A tokenizer as given, or the one at a path.
 
     Raises:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from memtrain.memory.timeline import MemoryTimeline
 from memtrain.trace.event import Event, Kind, Phase, Trace
 
 _UPDATE = "memtrain::update"

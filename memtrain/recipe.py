@@ -1,0 +1,74 @@
+"""One job of the command line: from its settings to a Trainer, with what a person sees on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from memtrain import machine
+from memtrain.config import DataSettings, Settings
+from memtrain.data.rows import TokenRows
+from memtrain.data.text import hold_out, python_documentation, read_documents
+from memtrain.data.tokenizer import train_tokenizer
+from memtrain.report.terminal import choice_view, comparison_view
+from memtrain.trainer import Trainer, load_tokenizer
+
+
+def run_recipe(settings: Settings, config_yaml: str) -> None:
+    """Plan the job and print the choice; unless only that was asked for, train, compare and save.
+
+    Args:
+        config_yaml: the resolved configuration, kept in the run folder.
+
+    Raises:
+        ValueError: the job cannot be trained, in one sentence.
+    """
+    console = Console()
+    trainer = _trainer(settings)
+    assert trainer.folder is not None
+    console.print(choice_view(trainer.choice))
+    trainer.folder.write_text("config.yaml", config_yaml)
+    if settings.mode == "train":
+        console.print()
+        result = trainer.train()
+        console.print()
+        console.print(comparison_view(result.comparison, trainer.budget, result.evaluations))
+    console.print(f"\nwritten to {trainer.folder.path}", soft_wrap=True, highlight=False)
+
+
+def _trainer(settings: Settings) -> Trainer:
+    data = settings.data
+    training, held_out = _text(data)
+    tokenizer: Any
+    if data.tokenizer.train_vocab_size is not None:
+        tokenizer = train_tokenizer(training, data.tokenizer.train_vocab_size)
+    else:
+        tokenizer = load_tokenizer(data.tokenizer.path or settings.model.path)
+    return Trainer(
+        model=settings.model.path or settings.model.config,
+        data=TokenRows.of(training, tokenizer, data.sequence_length),
+        eval_data=TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None,
+        tokenizer=tokenizer,
+        budget=machine.budget(settings.budget_bytes, settings.headroom_bytes),
+        global_batch_size=settings.global_batch_size,
+        steps=settings.steps,
+        epochs=settings.epochs,
+        optimizer=settings.optimizer,
+        schedule=settings.schedule,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        evaluate_every=settings.evaluate_every,
+        constraints=settings.constraints,
+        device=machine.describe(**settings.device),
+        run_dir=settings.run_dir,
+    )
+
+
+def _text(data: DataSettings) -> tuple[list[str], list[str]]:
+    """The documents to train on and those to evaluate on."""
+    documents = python_documentation() if data.path is None else read_documents(Path(data.path))
+    if data.eval_path is not None:
+        return documents, read_documents(Path(data.eval_path))
+    return hold_out(documents, data.held_out) if data.held_out else (documents, [])
