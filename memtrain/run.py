@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memtrain.data.rows import Batch
 from memtrain.features.chunked_loss import chunk_loss_
 from memtrain.features.optimizers import adamw
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
 from memtrain.job import Job
 from memtrain.models.blocks import blocks
-from memtrain.models.objective import Batch, Objective, objective
+from memtrain.models.objective import Objective, objective
 from memtrain.plan import ChunkedLogits, DuringBackward, Fused, Plan, Recompute, check
 
 

@@ -218,9 +218,10 @@ class Trainer:
 
         Another nn.Module is written as ``model.safetensors``.
         """
-        model = self.model
+        model: Any = self.model
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder)
+            with _no_progress_bars():
+                model.save_pretrained(folder)
         else:
             from safetensors.torch import save_model
 
@@ -239,7 +240,7 @@ class Trainer:
             if isinstance(self.source, FromModule):
                 self._model = self.source.load()
             else:
-                with self._profiler.window("load", Phase.LOAD):
+                with self._profiler.window("load", Phase.LOAD), _no_progress_bars():
                     self._model = self.source.load()
         return self._model
 
@@ -389,6 +390,20 @@ class _Log:
         return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars of its own into ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_tokenizer(tokenizer: Any) -> Any:
     """A tokenizer as given, or the one at a path.
 
@@ -403,7 +418,9 @@ def load_tokenizer(tokenizer: Any) -> Any:
         return AutoTokenizer.from_pretrained(os.fspath(tokenizer))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"there is no tokenizer at {os.fspath(tokenizer)!r} ({reason}): give one that save_pretrained wrote.") from error
+        raise ValueError(
+            f"there is no tokenizer at {os.fspath(tokenizer)!r} ({reason}): give one that save_pretrained wrote."
+        ) from error
 
 
 def _check_module(model: ModelSource) -> None:
@@ -414,6 +431,10 @@ def _check_module(model: ModelSource) -> None:
         raise ValueError(f"{model.name} has no parameter that requires a gradient, so there is nothing to train.")
     for path, parameter in model.module.named_parameters():
         if parameter.device.type != "cpu":
-            raise ValueError(f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu().")
+            raise ValueError(
+                f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu()."
+            )
         if parameter.dtype != torch.float32:
-            raise ValueError(f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float().")
+            raise ValueError(
+                f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float()."
+            )

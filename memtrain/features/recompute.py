@@ -29,7 +29,8 @@ def recompute_blocks_(blocks: Sequence[nn.Module], every: int = 1) -> Callable[[
             else "the model has no repeated blocks to recompute: keep the activations."
         )
     undo = [
-        replace_(block, "forward", partial(checkpoint, block.forward, use_reentrant=False)) for block in blocks[every - 1 :: every]
+        replace_(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
+        for block in blocks[every - 1 :: every]
     ]
 
     def undo_all() -> None:

@@ -29,7 +29,9 @@ def extend(first: Trace, first_size: int, second: Trace, second_size: int, size:
     for one, other in zip(first.events, second.events, strict=True):
         alike = one.operator == other.operator and one.module == other.module and one.phase == other.phase
         if not alike or numbers.setdefault(other.storage, one.storage) != one.storage:
-            raise NotAlike(f"{one.operator} of {one.module} at micro-batch {first_size} meets {other.operator} of {other.module}.")
+            raise NotAlike(
+                f"{one.operator} of {one.module} at micro-batch {first_size} meets {other.operator} of {other.module}."
+            )
         events.append(_between(one, first_size, other, second_size, size))
     return replace(first, events=tuple(event for event in events if event.bytes), marks=_marks(first, events))
 
@@ -39,7 +41,7 @@ def _between(one: Event, first_size: int, other: Event, second_size: int, size: 
         return one
     per_row, rest = divmod(other.bytes - one.bytes, second_size - first_size)
     extended = one.bytes + per_row * (size - first_size)
-    if rest or (extended > 0) != (one.bytes > 0) and extended != 0:
+    if rest or (extended and (extended > 0) != (one.bytes > 0)):
         raise NotAlike(f"{one.operator} takes {one.bytes} and {other.bytes} bytes, which is not affine in the micro-batch.")
     return replace(one, bytes=extended)
 

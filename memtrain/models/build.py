@@ -46,7 +46,7 @@ class FromConfig:
     @property
     def name(self) -> str:
         """The class name of the model."""
-        return model_class(self.config).__name__
+        return str(model_class(self.config).__name__)
 
     def build(self) -> nn.Module:
         """The model with random fp32 weights from torch's generator, on torch's default device."""
@@ -146,11 +146,11 @@ def model_class(config: PretrainedConfig) -> Any:
         return found
     # Encoders such as BERT have a causal class as well, which trains something else unless is_decoder is set.
     if getattr(config, "is_encoder_decoder", False):
-        kinds = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,)
+        kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     elif getattr(config, "is_decoder", False):
-        kinds = (auto.MODEL_FOR_CAUSAL_LM_MAPPING,)
+        kinds = [auto.MODEL_FOR_CAUSAL_LM_MAPPING]
     else:
-        kinds = (auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING)
+        kinds = [auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING]
     for mapping in kinds:
         if type(config) in mapping:
             return mapping[type(config)]

@@ -36,6 +36,4 @@ def _side(traces: list[Trace], step_seconds: float) -> Side:
             told = str(Phase.BACKWARD if phase is Phase.RECOMPUTE else phase)
             by_phase[told] = max(by_phase.get(told, 0), peak)
     ordered = {str(phase): by_phase[phase] for phase in Phase if phase in by_phase}
-    return Side(
-        peak_allocated_bytes=highest.peak_allocated_bytes, by_kind=by_kind, by_phase=ordered, step_seconds=step_seconds
-    )
+    return Side(peak_allocated_bytes=highest.peak_allocated_bytes, by_kind=by_kind, by_phase=ordered, step_seconds=step_seconds)

@@ -49,7 +49,9 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         if predicted.fits(budget):
             break
         over = format_bytes(predicted.missing_bytes(budget))
-        rejected.append(Rejected(plan=plan, reason=f"{over} over the budget", peak_allocated_bytes=predicted.peak_allocated_bytes))
+        rejected.append(
+            Rejected(plan=plan, reason=f"{over} over the budget", peak_allocated_bytes=predicted.peak_allocated_bytes)
+        )
     else:
         raise AssertionError("a plan fitted at the smallest micro-batch and no longer does")
 

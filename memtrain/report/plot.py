@@ -49,7 +49,7 @@ class StepCurve:
     """Live bytes on the device over the last optimizer step of a trace.
 
     Attributes:
-        positions: place of each point in the step, from 0 (before its first event) to 1 (after its last).
+        positions: place of each point in the step: the bytes allocated and freed so far, as a fraction of the step's.
         by_kind: live bytes of each kind at each point; kinds that never occur are left out.
         phases: (phase, start, stop) in order, in the unit of ``positions``; recomputation is part of backward, with which
             it alternates block by block.
@@ -92,21 +92,23 @@ def step_curve(trace: Trace, most_points: int = POINTS_DRAWN) -> StepCurve:
             live[event.kind] += event.bytes
 
     within = [event for event in trace.events[start:stop] if event.place == DEVICE]
-    points = [dict(live)]
+    points, moved = [dict(live)], [0]
     for event in within:
         live[event.kind] += event.bytes
         points.append(dict(live))
+        moved.append(moved[-1] + abs(event.bytes))
 
     kept = _highest([sum(point.values()) for point in points], most_points)
     phases = [Phase.BACKWARD if event.phase is Phase.RECOMPUTE else event.phase for event in within]
-    # A step without a single event is one point, at 0.
-    length = max(1, len(within))
+    # Measured by bytes and not by events, because a measurement has many small events that a prediction has not. A step
+    # without a single event is one point, at 0.
+    length = max(1, moved[-1])
     return StepCurve(
-        positions=tuple(position / length for position in kept),
+        positions=tuple(moved[position] / length for position in kept),
         by_kind={
             kind: tuple(points[position][kind] for position in kept) for kind in Kind if any(point[kind] for point in points)
         },
-        phases=tuple((phase, first / length, last / length) for phase, first, last in _runs(phases)),
+        phases=tuple((phase, moved[first] / length, moved[last] / length) for phase, first, last in _runs(phases)),
     )
 
 
@@ -202,7 +204,7 @@ def _draw_memory(axes: Axes, choice: Choice, measured: Trace | None) -> None:
     top = 1.06 * max(peak, budget if in_view else 1)
 
     axes.set_title(title, loc="left", pad=26)
-    axes.set_xlabel("events of the step, from its first to its last")
+    axes.set_xlabel("bytes allocated and freed since the step began, as a fraction")
     axes.set_xlim(0, 1)
     axes.set_ylim(0, top)
     axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(top / 7))))

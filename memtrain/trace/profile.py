@@ -43,7 +43,7 @@ class MemoryProfiler:
 
     def __init__(self, held: Callable[[], Iterator[tuple[Kind, Tensor]]]) -> None:
         self._held = held
-        self._windows: list[tuple[str, list[Event]]] = []
+        self._windows: list[tuple[str, int, list[Event]]] = []  # name, storages held before it, events
         self._numbers = 0
 
     @contextmanager
@@ -70,7 +70,7 @@ class MemoryProfiler:
             hook.remove()
         after = _addresses(self._held())
         happened = _flatten(profiler.profiler.kineto_results.experimental_event_tree(), phase)
-        self._windows.append((name, self._events(before, happened, after, gradients, phase)))
+        self._windows.append((name, len(before), self._events(before, happened, after, gradients, phase)))
 
     def in_update(self, update: Callable[[], Any]) -> Callable[[], Any]:
         """``update``, marked so that its allocations count as the update's."""
@@ -83,7 +83,7 @@ class MemoryProfiler:
 
     def traces(self) -> dict[str, Trace]:
         """A trace per window, in order; the last of those with one name."""
-        return {name: Trace(tuple(events), marks=((name, 0),)) for name, events in self._windows}
+        return {name: Trace(tuple(events), marks=(("held", 0), (name, held))) for name, held, events in self._windows}
 
     @property
     def peak_bytes(self) -> int:

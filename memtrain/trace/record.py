@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         return self._sequence_paths[bisect.bisect_right(self._sequence_marks, node._sequence_nr()) - 1]
 
     def _note_sequence(self) -> None:
-        self._sequence_marks.append(torch.autograd._get_sequence_nr())
+        self._sequence_marks.append(torch._C._autograd._get_sequence_nr())
         self._sequence_paths.append(self._stack[-1][0] if self._stack else "")
 
     def _entering(self, module: nn.Module, _: Any) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memtrain.data.rows import Batch
 from memtrain.device import Device
 from memtrain.job import Job
 from memtrain.models.build import FromModule, ModelSource
-from memtrain.models.objective import Batch
 from memtrain.plan import Plan
 from memtrain.run import Run, prepare
 from memtrain.trace.event import Kind, Phase, Trace
@@ -66,7 +66,9 @@ def _dataless_copy(module: nn.Module) -> nn.Module:
     """A deep copy whose parameters and buffers are data-less; the originals are never read but for small buffers."""
     replaced: dict[int, Any] = {}
     for parameter in module.parameters():
-        replaced[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        replaced[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
     for buffer in module.buffers():
         replaced[id(buffer)] = lift(buffer)
     return copy.deepcopy(module, replaced)
@@ -100,9 +102,7 @@ def simulate(
             return record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluates=evaluates)
 
 
-def record(
-    run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, *, evaluates: bool
-) -> Trace:
+def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, *, evaluates: bool) -> Trace:
     """The run that stands for all: the same calls for data-less and for real tensors.
 
     Args:

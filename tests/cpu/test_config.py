@@ -36,9 +36,9 @@ plan:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, str]]:
     """What the command line hands to the trainer, whose place a list takes."""
     calls: list[tuple[Settings, str]] = []
-    trainer = types.ModuleType("memtrain.trainer")
+    trainer = types.ModuleType("memtrain.recipe")
     trainer.run_recipe = lambda job, config_yaml: calls.append((job, config_yaml))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "memtrain.trainer", trainer)
+    monkeypatch.setitem(sys.modules, "memtrain.recipe", trainer)
     return calls
 
 
@@ -217,7 +217,7 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("device.threads=0", "device cpu: threads is 0, and it must be above 0."),
         ("plan.micro_batch_size=0", "plan.micro_batch_size is 0, and it must be 1 or more, or null."),
         ("optimizer.betas=[0.9]", "betas is (0.9,), and it must be two numbers"),
-        ("schedule.warmup_steps=200", "warmup_steps is 200, and it must be from 0 to the 100 steps of the run."),
+        ("schedule.warmup_steps=-1", "warmup_steps is -1, and it must be 0 or more."),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -298,7 +298,7 @@ def test_a_failed_job_leaves_the_others_running(
             raise ValueError("no plan fits.")
         ran.append((job, config_yaml))
 
-    monkeypatch.setattr(sys.modules["memtrain.trainer"], "run_recipe", run_recipe)
+    monkeypatch.setattr(sys.modules["memtrain.recipe"], "run_recipe", run_recipe)
     assert main(["-m", "budget=1MiB,1GiB"]) == 1
     assert [job.budget_bytes for job, _ in ran] == [2**30]
     assert capsys.readouterr().err == "memtrain: job 0: no plan fits.\n"
@@ -310,7 +310,7 @@ def test_an_interrupt_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch, r
     def run_recipe(job: Settings, config_yaml: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["memtrain.trainer"], "run_recipe", run_recipe)
+    monkeypatch.setattr(sys.modules["memtrain.recipe"], "run_recipe", run_recipe)
     assert main(["-m", "seed=1,2"]) == 130
 
 

@@ -56,7 +56,8 @@ def make_choice(trace: Trace, budget: str, model: str = "gpt2") -> Choice:
 
 def test_the_curve_is_the_last_step_and_starts_from_what_is_live_before_it() -> None:
     curve = step_curve(make_trace())
-    assert curve.positions == (0.0, 0.25, 0.5, 0.75, 1.0)
+    # The step moves 4 + 2 + 4 + 2 bytes.
+    assert curve.positions == (0 / 12, 4 / 12, 6 / 12, 10 / 12, 12 / 12)
     assert curve.by_kind == {
         Kind.WEIGHT: (8, 8, 8, 8, 8),
         Kind.GRADIENT: (0, 0, 2, 2, 0),
@@ -68,9 +69,9 @@ def test_the_curve_is_the_last_step_and_starts_from_what_is_live_before_it() -> 
 
 def test_recomputation_is_part_of_backward() -> None:
     assert step_curve(make_trace()).phases == (
-        (Phase.FORWARD, 0.0, 0.25),
-        (Phase.BACKWARD, 0.25, 0.75),
-        (Phase.UPDATE, 0.75, 1.0),
+        (Phase.FORWARD, 0 / 12, 4 / 12),
+        (Phase.BACKWARD, 4 / 12, 10 / 12),
+        (Phase.UPDATE, 10 / 12, 12 / 12),
     )
 
 
@@ -94,7 +95,7 @@ def test_thinning_keeps_the_peak_and_both_ends() -> None:
     assert len(curve.positions) <= 52
     assert (curve.positions[0], curve.positions[-1]) == (0.0, 1.0)
     assert (curve.totals[0], curve.totals[-1]) == (8, 8)
-    assert curve.positions[curve.totals.index(1008)] == (2 * spike - 1) / 2000
+    assert curve.positions[curve.totals.index(1008)] == (2 * (spike - 1) + 1000) / (2 * 999 + 2000)
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
