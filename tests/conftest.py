@@ -1,5 +1,8 @@
-"""Set before anything imports a library that would otherwise ask a hub over the network."""
+"""Set before anything imports the libraries that read it."""
 
 import os
 
+# Nothing may ask a hub over the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The toys are too small to share between threads, which then only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"

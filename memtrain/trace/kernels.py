@@ -61,16 +61,63 @@ def _attention_on_cpu(
         )
         return out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = aten.scalar_tensor(-torch.inf, dtype=query.dtype, device="meta")
-        seen = aten.scalar_tensor(0.0, dtype=query.dtype, device="meta")
-        attn_mask = aten.where.self(attn_mask, seen, hidden)
+        attn_mask = _additive(attn_mask, query.dtype)
     attended: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return attended
 
 
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is true, -inf elsewhere; in a function of its own, so that the two scalars are freed in time."""
+    hidden = aten.scalar_tensor(-torch.inf, dtype=dtype, device="meta")
+    seen = aten.scalar_tensor(0.0, dtype=dtype, device="meta")
+    additive: Tensor = aten.where.self(mask, seen, hidden)
+    return additive
+
+
 _KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {"scaled_dot_product_attention": _attention_on_cpu}}
+
+
+# ---------------------------------------------------------------------- results that meta lays out otherwise
+
+
+def _contiguous_first(out: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
+    """Layer norm returns contiguous results whatever the strides of its input; meta keeps the strides.
+
+    Source: layer_norm_cpu and layer_norm_backward_cpu in ATen/native/layer_norm.cpp.
+    """
+    first = out[0]
+    if first is None or first.is_contiguous():
+        return out
+    return (torch.empty(first.shape, dtype=first.dtype, device="meta"), *out[1:])
+
+
+def _reduced_in_place(out: Tensor, input: Tensor, target: Tensor, *_: Any) -> Tensor:
+    """These losses fill their result with one value per element and reduce it into the same storage, which stays as large.
+
+    Source: mse_loss_out and its siblings in ATen/native/Loss.cpp; the result is resized, its storage is not.
+    """
+    elements = torch.broadcast_shapes(input.shape, target.shape).numel()
+    return torch.empty(elements, dtype=out.dtype, device="meta").as_strided(out.shape, out.stride())
+
+
+_RESULTS: dict[str, dict[Any, Callable[..., Any]]] = {
+    "cpu": {
+        aten.native_layer_norm: _contiguous_first,
+        aten.native_layer_norm_backward: _contiguous_first,
+        aten.mse_loss: _reduced_in_place,
+        aten.smooth_l1_loss: _reduced_in_place,
+        aten.binary_cross_entropy: _reduced_in_place,
+        aten.soft_margin_loss: _reduced_in_place,
+    }
+}
+
+
+def as_laid_out(device: Device, operator: Any, out: Any, args: Any) -> Any:
+    """The data-less result ``out`` of ``operator`` with the strides and storage that the device's kernel gives it."""
+    row = _RESULTS[device.kind].get(operator._overloadpacket)
+    return out if row is None else row(out, *args)
 
 
 # ---------------------------------------------------------------------- scratch memory inside kernels

@@ -23,7 +23,7 @@ from memtrain.models.build import FromModule, ModelSource
 from memtrain.plan import Plan
 from memtrain.run import Run, prepare
 from memtrain.trace.event import Kind, Phase, Trace
-from memtrain.trace.kernels import kernels_of, scratch_bytes
+from memtrain.trace.kernels import as_laid_out, kernels_of, scratch_bytes
 from memtrain.trace.record import Recorder
 from memtrain.trace.values import Values, lift
 
@@ -39,7 +39,7 @@ class DatalessRecorder(Recorder):
         self._values = Values(lambda sentence: self.assumed.setdefault(sentence))
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._values.execute(func, args, kwargs)
+        return as_laid_out(self._device, func, self._values.execute(func, args, kwargs), args)
 
     def scratch(self, func: Any, args: Any, kwargs: Any) -> int:
         return scratch_bytes(self._device, func, args, kwargs)

@@ -8,6 +8,7 @@ asked of an unknown value is answered by a stated assumption, which is shown wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,8 +46,8 @@ class Values:
 
     def __init__(self, assume: Callable[[str], object]) -> None:
         self._assume = assume
-        # Storages whose known value was overwritten by an unknown one. The reference keeps their addresses from reuse.
-        self._overwritten: dict[int, Any] = {}
+        # Storages whose known value was overwritten by an unknown one, by address, for as long as they live.
+        self._overwritten: dict[int, weakref.ref[Any]] = {}
 
     def mode(self) -> TorchDispatchMode:
         """A dispatch mode that runs every operator through :meth:`execute`, without recording it."""
@@ -137,7 +138,8 @@ class Values:
         for tensor in _tensors(written):
             if "_memtrain_value" in tensor.__dict__:
                 storage = tensor.untyped_storage()
-                self._overwritten[storage._cdata] = storage
+                address = storage._cdata
+                self._overwritten[address] = weakref.ref(storage, lambda _, gone=address: self._overwritten.pop(gone, None))
 
     # ------------------------------------------------------------------ questions
 
@@ -189,11 +191,6 @@ def _shape(func: Any, args: Any, kwargs: Any, assume: Callable[[str], object]) -
         zeros = _mapper(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
         out = func(*map(zeros, bare_args), **{name: zeros(item) for name, item in bare_kwargs.items()})
         return _mapper(lambda tensor: tensor.to(_META))(out)
-    if func._overloadpacket in (aten.native_layer_norm, aten.native_layer_norm_backward):
-        # The real kernels return contiguous results whatever the strides of the input; meta keeps the strides.
-        first = out[0]
-        if first is not None and not first.is_contiguous():
-            return (torch.empty(first.shape, dtype=first.dtype, device=_META), *out[1:])
     return out
 
 

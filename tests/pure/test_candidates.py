@@ -1,0 +1,77 @@
+"""The plans that are considered: all of them once, and only those that a constraint leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memtrain.job import Job
+from memtrain.plan import (
+    POLICIES,
+    AfterBackward,
+    ChunkedLogits,
+    DuringBackward,
+    Foreach,
+    Fused,
+    Keep,
+    Plan,
+    Recompute,
+    WholeLogits,
+)
+from memtrain.planner.candidates import candidates
+
+JOB = Job(model="tiny", global_batch_size=6, steps=1)
+
+
+@given(rows=st.integers(1, 24), blocks=st.integers(0, 9))
+def test_no_plan_is_considered_twice(rows: int, blocks: int) -> None:
+    plans = list(candidates(Job(model="tiny", global_batch_size=rows, steps=1), blocks, {}))
+    assert len(set(plans)) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "every"), [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])]
+)
+def test_blocks_are_recomputed_all_or_one_in_a_power_of_two(blocks: int, every: list[int]) -> None:
+    found = dict.fromkeys(plan.activations for plan in candidates(JOB, blocks, {}))
+    assert list(found) == [Keep(), *map(Recompute, every)]
+
+
+def test_every_divisor_of_the_batch_and_every_other_policy_is_considered() -> None:
+    plans = list(candidates(JOB, 1, {}))
+    assert {plan.micro_batch_size for plan in plans} == {1, 2, 3, 6}
+    assert {plan.loss for plan in plans} == {WholeLogits(), ChunkedLogits()}
+    assert {plan.update for plan in plans} == {AfterBackward(), DuringBackward()}
+    assert len(plans) == 4 * 2 * 2 * 2
+
+
+def test_foreach_updates_are_considered_only_where_asked_for() -> None:
+    assert {plan.optimizer_kernel for plan in candidates(JOB, 1, {})} == {Fused()}
+    assert {plan.optimizer_kernel for plan in candidates(JOB, 1, {"optimizer_kernel": Foreach()})} == {Foreach()}
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"micro_batch_size": 3},
+        {"activations": Recompute(5)},
+        {"loss": ChunkedLogits(7)},
+        {"update": DuringBackward()},
+        {"loss": WholeLogits(), "activations": Keep()},
+    ],
+)
+def test_a_constraint_holds_in_every_plan_and_leaves_the_other_fields_free(constraints: dict[str, Any]) -> None:
+    plans = list(candidates(JOB, 2, constraints))
+    for field in ("micro_batch_size", *POLICIES):
+        found = {getattr(plan, field) for plan in plans}
+        free = {getattr(plan, field) for plan in candidates(JOB, 2, {})}
+        assert found == ({constraints[field]} if field in constraints else free)
+
+
+def test_constraints_on_every_field_leave_one_plan() -> None:
+    plan = Plan(micro_batch_size=2, activations=Recompute(2))
+    fields = ("micro_batch_size", *POLICIES)
+    assert list(candidates(JOB, 2, {field: getattr(plan, field) for field in fields})) == [plan]

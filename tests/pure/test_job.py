@@ -1,0 +1,94 @@
+"""The job and the budget refuse what cannot be trained or fitted; so does the device description."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memtrain.device import Device
+from memtrain.job import AdamW, Budget, Constant, Cosine, Job, Limit
+
+JOB = Job(model="tiny", global_batch_size=8, steps=10)
+CPU = Device(name="laptop", kind="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: AdamW(learning_rate=0.0), "learning_rate is 0.0, and it must be above 0 and finite."),
+        (lambda: AdamW(learning_rate=math.inf), "learning_rate is inf, and it must be above 0 and finite."),
+        (lambda: AdamW(learning_rate=math.nan), "learning_rate is nan, and it must be above 0 and finite."),
+        (lambda: AdamW(betas=(0.9, 1.0)), "betas is (0.9, 1.0), and it must be two numbers from 0 up to, not including, 1."),
+        (lambda: AdamW(betas=(-0.1, 0.9)), "betas is (-0.1, 0.9), and it must be two numbers from 0 up to, not including, 1."),
+        (
+            lambda: AdamW(betas=(0.9,)),  # type: ignore[arg-type]
+            "betas is (0.9,), and it must be two numbers from 0 up to, not including, 1.",
+        ),
+        (lambda: AdamW(eps=0.0), "eps is 0.0, and it must be above 0."),
+        (lambda: AdamW(weight_decay=-0.1), "weight_decay is -0.1, and it must be 0 or more."),
+        (lambda: AdamW(weight_decay=math.inf), "weight_decay is inf, and it must be 0 or more."),
+        (lambda: Cosine(final_fraction=1.1), "final_fraction is 1.1, and it must be from 0 to 1."),
+        (lambda: Cosine(final_fraction=-0.1), "final_fraction is -0.1, and it must be from 0 to 1."),
+        (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be 1 or more rows."),
+        (lambda: replace(JOB, steps=0), "steps is 0, and it must be 1 or more."),
+        (lambda: replace(JOB, schedule=Constant(warmup_steps=-1)), "warmup_steps is -1, and it must be 0 or more."),
+        (lambda: replace(JOB, schedule=Cosine(warmup_steps=-2)), "warmup_steps is -2, and it must be 0 or more."),
+        (
+            lambda: replace(JOB, max_grad_norm=0.0),
+            "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
+        ),
+        (
+            lambda: replace(CPU, kind="cuda"),
+            "device kind 'cuda' is not simulated yet: use a description of kind 'cpu'.",
+        ),
+        (lambda: replace(CPU, threads=0), "device laptop: threads is 0, and it must be above 0."),
+        (lambda: replace(CPU, flops_per_second=0.0), "device laptop: flops_per_second is 0.0, and it must be above 0."),
+        (lambda: replace(CPU, bytes_per_second=-1.0), "device laptop: bytes_per_second is -1.0, and it must be above 0."),
+        (lambda: replace(CPU, operator_seconds=0.0), "device laptop: operator_seconds is 0.0, and it must be above 0."),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_rule(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        make()
+
+
+def test_the_edges_of_the_rules_are_allowed() -> None:
+    AdamW(betas=(0.0, 0.0), weight_decay=0.0)
+    Cosine(final_fraction=0.0)
+    Cosine(final_fraction=1.0)
+    Job(model="tiny", global_batch_size=1, steps=1, max_grad_norm=None)
+
+
+def test_a_job_cannot_be_changed_after_it_was_checked() -> None:
+    with pytest.raises(FrozenInstanceError):
+        JOB.steps = 0  # type: ignore[misc]
+
+
+def test_a_budget_is_its_smallest_limit_less_the_headroom() -> None:
+    asked, free = Limit("asked for", 1000), Limit("free now", 800)
+    budget = Budget(limits=(asked, free), headroom_bytes=300)
+    assert budget.tightest is free
+    assert budget.device_bytes == 500
+
+
+@given(sizes=st.lists(st.integers(1, 2**50), min_size=1, max_size=4), more=st.integers(1, 2**50))
+def test_another_limit_never_raises_a_budget(sizes: list[int], more: int) -> None:
+    limits = tuple(Limit("limit", size) for size in sizes)
+    assert Budget(limits=(*limits, Limit("more", more))).device_bytes <= Budget(limits=limits).device_bytes
+
+
+def test_a_budget_is_read_from_text() -> None:
+    assert Budget.of("2MiB") == Budget(limits=(Limit("asked for", 2 * 2**20),))
+
+
+@pytest.mark.parametrize("headroom", [2**20, 2**20 + 1])
+def test_a_headroom_as_large_as_the_budget_is_refused(headroom: int) -> None:
+    sentence = "headroom 1.00 MiB leaves nothing of the 1.00 MiB that are free now: lower the headroom or raise the budget."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        Budget(limits=(Limit("asked for", 2**30), Limit("free now", 2**20)), headroom_bytes=headroom)
