@@ -102,8 +102,13 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.global_batch_size >= 1, "global_batch_size", self.global_batch_size, "1 or more rows")
-        _require(self.steps >= 1, "steps", self.steps, "1 or more")
+        for name in ("global_batch_size", "steps"):
+            _require(
+                type(getattr(self, name)) is int and getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                "a whole number of 1 or more",
+            )
         _require(self.schedule.warmup_steps >= 0, "warmup_steps", self.schedule.warmup_steps, "0 or more")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
@@ -130,6 +135,7 @@ class Budget:
     headroom_bytes: int = 0
 
     def __post_init__(self) -> None:
+        assert self.limits
         if self.device_bytes <= 0:
             raise ValueError(
                 f"headroom {format_bytes(self.headroom_bytes)} leaves nothing of the {format_bytes(self.tightest.bytes)} "

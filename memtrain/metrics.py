@@ -29,9 +29,13 @@ class RunFolder:
         Raises:
             ValueError: it cannot be written.
         """
+        self._write(name, text, mode="w")
+
+    def _write(self, name: str, text: str, mode: str) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / name).write_text(text, encoding="utf-8")
+            with (self.path / name).open(mode, encoding="utf-8") as file:
+                file.write(text)
         except OSError as error:
             raise ValueError(f"run.dir {self.path} cannot be written ({error.strerror}): choose another folder.") from error
 
@@ -46,6 +50,9 @@ class RunFolder:
         self.write_text(name, json.dumps(content, indent=2) + "\n")
 
     def log(self, row: Mapping[str, float]) -> None:
-        """Add one line to ``metrics.jsonl``."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add one line to ``metrics.jsonl``.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        self._write("metrics.jsonl", json.dumps(row) + "\n", mode="a")

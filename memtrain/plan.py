@@ -181,14 +181,14 @@ def from_dict(written: Mapping[str, Any]) -> Plan:
     return Plan(micro_batch_size=written["micro_batch_size"], **policies)
 
 
-def parse_policy(field: str, written: Mapping[str, Any]) -> Any:
-    """One policy from ``{"policy": NAME, setting: value, …}``.
+def parse_policy(field: str, written: Any) -> Any:
+    """One policy from ``{"policy": NAME, setting: value, …}``, or from its name alone.
 
     Raises:
         ValueError: the field has no policy of that name, or the policy no such setting.
     """
     classes = {policy_name(policy): policy for policy in POLICIES[field]}
-    settings = dict(written)
+    settings = dict(written) if isinstance(written, Mapping) else {"policy": written}
     name = settings.pop("policy", None)
     if name not in classes:
         raise ValueError(f"plan.{field} is {name!r}, and it must be one of {', '.join(classes)}.")

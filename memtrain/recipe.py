@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -12,8 +11,10 @@ from memtrain.config import DataSettings, Settings
 from memtrain.data.rows import TokenRows
 from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
+from memtrain.inputs import load_tokenizer
+from memtrain.models.build import source
 from memtrain.report.terminal import choice_view, comparison_view
-from memtrain.trainer import Trainer, load_tokenizer
+from memtrain.trainer import Trainer
 
 
 def run_recipe(settings: Settings, config_yaml: str) -> None:
@@ -40,14 +41,15 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
 
 def _trainer(settings: Settings) -> Trainer:
     data = settings.data
+    model = source(settings.model.path or settings.model.config)
     training, held_out = _text(data)
-    tokenizer: Any
     if data.tokenizer.train_vocab_size is not None:
         tokenizer = train_tokenizer(training, data.tokenizer.train_vocab_size)
     else:
-        tokenizer = load_tokenizer(data.tokenizer.path or settings.model.path)
+        # Asked for by path even where it is the model's, because without one there are no rows.
+        tokenizer = load_tokenizer(data.tokenizer.path or settings.model.path, model)
     return Trainer(
-        model=settings.model.path or settings.model.config,
+        model=model,
         data=TokenRows.of(training, tokenizer, data.sequence_length),
         eval_data=TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None,
         tokenizer=tokenizer,

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from memtrain import machine
 from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
-from memtrain.data.rows import Row, Rows, TokenRows, check_rows
-from memtrain.data.text import read_documents
 from memtrain.device import Device
+from memtrain.inputs import check_module, load_tokenizer, rows_of
 from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
 from memtrain.metrics import RunFolder
-from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
+from memtrain.models.build import FromModule, source
 from memtrain.models.objective import check_names
 from memtrain.plan import to_dict
 from memtrain.planner.choice import Choice, Comparison
@@ -41,9 +40,6 @@ from memtrain.schedule import learning_rate
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.profile import MemoryProfiler, held_by, held_bytes
 from memtrain.units import parse_bytes
-
-# Rows are cut to at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
-_DEFAULT_SEQUENCE_LENGTH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +111,12 @@ class Trainer:
         self.device = device or machine.cpu()
         self.budget = budget if isinstance(budget, Budget) else machine.budget(parse_bytes(budget))
         self.source = source(model)
-        _check_module(self.source)
-        self.tokenizer = load_tokenizer(tokenizer)
-        self._sequence_length = sequence_length
-        self.rows = self._rows(data, "data")
-        self.eval_rows = None if eval_data is None else self._rows(eval_data, "eval_data")
+        check_module(self.source)
+        self.tokenizer = load_tokenizer(tokenizer, self.source)
+        self.rows = rows_of(data, "data", self.source, self.tokenizer, sequence_length)
+        self.eval_rows = (
+            None if eval_data is None else rows_of(eval_data, "eval_data", self.source, self.tokenizer, sequence_length)
+        )
         if steps is not None and epochs is not None:
             raise ValueError(f"steps is {steps} and epochs is {epochs}, and only one can hold: leave the other out.")
         self.job = Job(
@@ -150,7 +147,6 @@ class Trainer:
             ValueError: the model has no loss, or the constraints leave no plan.
         """
         first = self.rows[0]
-        self._check_tokens(first)
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         predictor = Predictor(self.job, self.source, shapes, self.device, evaluates=self.eval_rows is not None)
         check_names(predictor.model, first)
@@ -324,50 +320,6 @@ class Trainer:
     def _held(self) -> Iterator[tuple[Kind, Tensor]]:
         return iter(()) if self._model is None else held_by(self._model, self._optimizer)
 
-    # ------------------------------------------------------------------ data
-
-    def _rows(self, data: Any, what: str) -> Rows:
-        """Rows as given, or cut from text.
-
-        Raises:
-            ValueError: they cannot be read or trained on.
-        """
-        if isinstance(data, str | os.PathLike):
-            data = self._text_rows(read_documents(Path(data)), what)
-        check_rows(data, what=what)
-        rows: Rows = data
-        return rows
-
-    def _text_rows(self, documents: list[str], what: str) -> TokenRows:
-        if self.tokenizer is None:
-            self.tokenizer = self._tokenizer_of_model(what)
-        config = getattr(self.source, "config", None)
-        positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_SEQUENCE_LENGTH
-        return TokenRows.of(documents, self.tokenizer, self._sequence_length or min(positions, _DEFAULT_SEQUENCE_LENGTH))
-
-    def _check_tokens(self, row: Row) -> None:
-        """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
-        config = getattr(self.source, "config", None)
-        if "input_ids" not in row or config is None:
-            return
-        length, positions = len(row["input_ids"]), getattr(config, "max_position_embeddings", None)
-        if positions is not None and length > positions:
-            raise ValueError(
-                f"the rows have {length} tokens and {self.source.name} has {positions} positions: "
-                f"shorten sequence_length to {positions} or less."
-            )
-        vocabulary = getattr(config, "vocab_size", None)
-        if self.tokenizer is not None and vocabulary is not None and len(self.tokenizer) > vocabulary:
-            raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens and {self.source.name} has embeddings for {vocabulary}: "
-                f"take the tokenizer that belongs to the model, or a larger vocab_size."
-            )
-
-    def _tokenizer_of_model(self, what: str) -> Any:
-        if not isinstance(self.source, FromPretrained):
-            raise ValueError(f"{what} is text, and {self.source.name} brings no tokenizer to read it with: give tokenizer.")
-        return load_tokenizer(self.source.path)
-
 
 @dataclass
 class _Log:
@@ -402,39 +354,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def load_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer as given, or the one at a path.
-
-    Raises:
-        ValueError: there is none at the path.
-    """
-    if not isinstance(tokenizer, str | os.PathLike):
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(os.fspath(tokenizer))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"there is no tokenizer at {os.fspath(tokenizer)!r} ({reason}): give one that save_pretrained wrote."
-        ) from error
-
-
-def _check_module(model: ModelSource) -> None:
-    """Refuse a module that is not what precision fp32 on a processor trains."""
-    if not isinstance(model, FromModule):
-        return
-    if not any(parameter.requires_grad for parameter in model.module.parameters()):
-        raise ValueError(f"{model.name} has no parameter that requires a gradient, so there is nothing to train.")
-    for path, parameter in model.module.named_parameters():
-        if parameter.device.type != "cpu":
-            raise ValueError(
-                f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu()."
-            )
-        if parameter.dtype != torch.float32:
-            raise ValueError(
-                f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float()."
-            )

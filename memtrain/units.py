@@ -7,6 +7,7 @@ carries its unit: ``24GB`` is 24·10⁹ bytes, ``24GiB`` is 24·2³⁰ (IEC 8000
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 ACCEPTED_FORMS: Final = "a positive number of bytes with its unit, such as 24GB (10^9), 24GiB (2^30), 512MiB or 1.5TiB"
@@ -34,7 +35,8 @@ def parse_bytes(text: str) -> int:
     if match is None or (match["binary"] and not match["prefix"]):
         raise ValueError(f"{text!r} is not an amount of memory: give {ACCEPTED_FORMS}.")
     base = 1024 if match["binary"] else 1000
-    number = int(float(match["number"]) * base ** _PREFIXES[match["prefix"].lower()])
+    # Exactly: as floats, 2.01 GB would be a byte short.
+    number = int(Fraction(match["number"]) * base ** _PREFIXES[match["prefix"].lower()])
     if number <= 0:
         raise ValueError(f"{text!r} is less than one byte: give {ACCEPTED_FORMS}.")
     return number
@@ -66,7 +68,8 @@ def format_count(number: int) -> str:
     ('5.0 M', '6.7 B', '512')
     """
     for size, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
+        # 999.95 would print as 1000.0 of the smaller unit.
+        if number >= 0.99995 * size:
             return f"{number / size:.1f} {suffix}"
     return str(number)
 
@@ -77,11 +80,12 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.1234), format_seconds(75), format_seconds(7500)
     ('123 ms', '1 min 15 s', '2 h 05 min')
     """
-    if seconds < 1:
+    # The bounds are where rounding would print the next unit's first value in this one.
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

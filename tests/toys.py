@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.data.rows import IGNORED
+from memtrain.data.tokenizer import train_tokenizer
 from memtrain.models.build import ModelSource, source
 
 VOCABULARY = 96
+
+BYTES = train_tokenizer([], 259)
+"""A tokenizer of one token per byte: text whose tokens can be counted by eye."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Mlp(nn.Module):
     def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width)) for _ in range(6)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+            for _ in range(6)
         )
         self.norm = nn.LayerNorm(width)
         self.register_buffer("scale", torch.full((width,), 0.5))
@@ -128,9 +133,11 @@ CASES: dict[str, Case] = {
 def batch(case: Case, count: int, first: int = 0) -> dict[str, Tensor]:
     """``count`` rows of a case, stacked."""
     rows = [case.row(number) for number in range(first, first + count)]
-    return {name: torch.stack([row[name] for row in rows]) for name in case.row(0)} if count else {
-        name: tensor.new_empty((0, *tensor.shape)) for name, tensor in case.row(0).items()
-    }
+    return (
+        {name: torch.stack([row[name] for row in rows]) for name in case.row(0)}
+        if count
+        else {name: tensor.new_empty((0, *tensor.shape)) for name, tensor in case.row(0).items()}
+    )
 
 
 def without_dropout(module: nn.Module) -> nn.Module:

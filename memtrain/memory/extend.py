@@ -27,13 +27,18 @@ def extend(first: Trace, first_size: int, second: Trace, second_size: int, size:
     numbers: dict[int, int] = {}
     events = []
     for one, other in zip(first.events, second.events, strict=True):
-        alike = one.operator == other.operator and one.module == other.module and one.phase == other.phase
-        if not alike or numbers.setdefault(other.storage, one.storage) != one.storage:
+        if _apart_from_size(one) != _apart_from_size(other) or numbers.setdefault(other.storage, one.storage) != one.storage:
             raise NotAlike(
                 f"{one.operator} of {one.module} at micro-batch {first_size} meets {other.operator} of {other.module}."
             )
         events.append(_between(one, first_size, other, second_size, size))
-    return replace(first, events=tuple(event for event in events if event.bytes), marks=_marks(first, events))
+    kept = tuple(event for event in events if event.bytes)
+    # The work of another size is not this one's.
+    return replace(first, events=kept, marks=_marks(first, events), work={})
+
+
+def _apart_from_size(event: Event) -> tuple[object, ...]:
+    return event.operator, event.module, event.phase, event.kind, event.place, event.stream, event.bytes > 0
 
 
 def _between(one: Event, first_size: int, other: Event, second_size: int, size: int) -> Event:

@@ -41,17 +41,18 @@ class MemoryTimeline:
         """Live bytes after each event.
 
         Raises:
-            ValueError: a storage is freed that is not live, or live bytes fall below zero.
+            ValueError: a storage is freed that is not live, or with another size than it was allocated with.
         """
-        live: set[int] = set()
+        live: dict[int, int] = {}
         totals, total = [], 0
         for position, event in enumerate(self.events):
             if event.bytes < 0:
-                if event.storage not in live:
-                    raise ValueError(f"event {position} frees storage {event.storage}, which is not live.")
-                live.remove(event.storage)
+                if live.pop(event.storage, None) != -event.bytes:
+                    raise ValueError(
+                        f"event {position} frees {-event.bytes} bytes of storage {event.storage}, which is not live with that size."
+                    )
             else:
-                live.add(event.storage)
+                live[event.storage] = event.bytes
             total += event.bytes
             totals.append(total)
         return tuple(totals)

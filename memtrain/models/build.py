@@ -89,6 +89,8 @@ def source(model: Any) -> ModelSource:
     """
     from transformers import AutoConfig, PretrainedConfig
 
+    if isinstance(model, ModelSource):
+        return model
     if isinstance(model, nn.Module):
         return FromModule(model)
     if isinstance(model, PretrainedConfig):

@@ -53,7 +53,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
             Rejected(plan=plan, reason=f"{over} over the budget", peak_allocated_bytes=predicted.peak_allocated_bytes)
         )
     else:
-        raise AssertionError("a plan fitted at the smallest micro-batch and no longer does")
+        raise AssertionError("a plan fitted when the smallest were tried and no longer does")
 
     trace = predictor.trace(plan)
     whole = footprint(trace)
@@ -95,10 +95,15 @@ def _add_refusal(refusals: dict[str, Rejected], plan: Plan, reason: str) -> None
 
 
 def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget) -> None:
-    """Raise NoPlanFits now, from the smallest micro-batch alone, rather than after every plan was tried."""
-    size = min(plan.micro_batch_size for plan in possible)
+    """Raise NoPlanFits now, from the micro-batches that can take least, rather than after every plan was tried.
+
+    Those are the smallest, and the whole batch at once: it accumulates no gradients and alone allows an update during
+    backward. Between them memory grows with the micro-batch.
+    """
+    sizes = [plan.micro_batch_size for plan in possible]
+    extremes = {min(sizes), max(sizes)}
     smallest: tuple[Footprint, Plan] | None = None
-    for plan in sorted((plan for plan in possible if plan.micro_batch_size == size), key=_thrift):
+    for plan in sorted((plan for plan in possible if plan.micro_batch_size in extremes), key=_thrift):
         try:
             predicted = footprint(predictor.inferred(plan))
         except ValueError as refusal:
@@ -119,7 +124,12 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
     )
 
 
-def _thrift(plan: Plan) -> tuple[int, bool, bool]:
+def _thrift(plan: Plan) -> tuple[int, int, bool, bool]:
     """A guess at which plans take least, to try those first: the order decides nothing but how soon one is found."""
     blocks_kept_per_recomputed = plan.activations.every if isinstance(plan.activations, Recompute) else sys.maxsize
-    return blocks_kept_per_recomputed, not isinstance(plan.loss, ChunkedLogits), not isinstance(plan.update, DuringBackward)
+    return (
+        plan.micro_batch_size,
+        blocks_kept_per_recomputed,
+        not isinstance(plan.loss, ChunkedLogits),
+        not isinstance(plan.update, DuringBackward),
+    )

@@ -8,6 +8,7 @@ asked of an unknown value is answered by a stated assumption, which is shown wit
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -138,8 +139,12 @@ class Values:
         for tensor in _tensors(written):
             if "_memtrain_value" in tensor.__dict__:
                 storage = tensor.untyped_storage()
-                address = storage._cdata
-                self._overwritten[address] = weakref.ref(storage, lambda _, gone=address: self._overwritten.pop(gone, None))
+                gone = functools.partial(self._died, storage._cdata)
+                self._overwritten[storage._cdata] = weakref.ref(storage, gone)
+
+    def _died(self, address: int, _: Any) -> None:
+        """The storage is gone: its address may belong to another from now on."""
+        del self._overwritten[address]
 
     # ------------------------------------------------------------------ questions
 

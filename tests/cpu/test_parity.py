@@ -14,7 +14,6 @@ from memtrain.data.rows import Batch
 from memtrain.device import Device
 from memtrain.features import chunked_loss
 from memtrain.job import Job
-from memtrain.models.blocks import blocks
 from memtrain.plan import POLICIES, ChunkedLogits, Foreach, Plan, Recompute
 from memtrain.run import prepare
 from memtrain.trace.event import Kind, Trace

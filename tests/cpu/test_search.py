@@ -277,5 +277,5 @@ def test_a_simulation_that_disagrees_with_what_was_inferred_stops_the_choice() -
 def test_a_predictor_that_changes_its_mind_stops_the_choice() -> None:
     answers = iter([1])
     predictor = Told(job(1), per_row, infers=lambda plan: next(answers, 10**6))
-    with pytest.raises(AssertionError, match="a plan fitted at the smallest micro-batch and no longer does"):
+    with pytest.raises(AssertionError, match="a plan fitted when the smallest were tried and no longer does"):
         choose(predictor, budget(100))

@@ -35,8 +35,9 @@ CPU = Device(name="laptop", kind="cpu", threads=2, flops_per_second=1e11, bytes_
         (lambda: AdamW(weight_decay=math.inf), "weight_decay is inf, and it must be 0 or more."),
         (lambda: Cosine(final_fraction=1.1), "final_fraction is 1.1, and it must be from 0 to 1."),
         (lambda: Cosine(final_fraction=-0.1), "final_fraction is -0.1, and it must be from 0 to 1."),
-        (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be 1 or more rows."),
-        (lambda: replace(JOB, steps=0), "steps is 0, and it must be 1 or more."),
+        (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be a whole number of 1 or more."),
+        (lambda: replace(JOB, global_batch_size=2.5), "global_batch_size is 2.5, and it must be a whole number of 1 or more."),
+        (lambda: replace(JOB, steps=0), "steps is 0, and it must be a whole number of 1 or more."),
         (lambda: replace(JOB, schedule=Constant(warmup_steps=-1)), "warmup_steps is -1, and it must be 0 or more."),
         (lambda: replace(JOB, schedule=Cosine(warmup_steps=-2)), "warmup_steps is -2, and it must be 0 or more."),
         (

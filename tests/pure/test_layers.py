@@ -22,6 +22,7 @@ LAYERS = (
     ("memtrain.memory",),
     ("memtrain.data",),
     ("memtrain.models",),
+    ("memtrain.inputs",),
     ("memtrain.features",),
     ("memtrain.run",),
     ("memtrain.trace",),

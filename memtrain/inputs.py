@@ -1,0 +1,108 @@
+"""What people give a Trainer, as rows that suit the model; whatever does not is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memtrain.data.rows import Row, Rows, TokenRows, check_rows
+from memtrain.data.text import read_documents
+from memtrain.models.build import FromModule, FromPretrained, ModelSource
+
+# Text is cut into rows of at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
+_DEFAULT_SEQUENCE_LENGTH = 1024
+
+
+def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_length: int | None) -> Rows:
+    """Rows as given, or cut from the text file or folder that ``data`` names.
+
+    Args:
+        what: name of the argument, for errors.
+        sequence_length: tokens per row of text; None for what the model has positions for, at most 1024.
+
+    Raises:
+        ValueError: they cannot be read, or the model cannot be trained on them.
+    """
+    if isinstance(data, str | os.PathLike):
+        if tokenizer is None:
+            raise ValueError(f"{what} is text, and {model.name} brings no tokenizer to read it with: give tokenizer.")
+        positions = _config(model, "max_position_embeddings") or _DEFAULT_SEQUENCE_LENGTH
+        length = sequence_length or min(positions, _DEFAULT_SEQUENCE_LENGTH)
+        data = TokenRows.of(read_documents(Path(data)), tokenizer, length)
+    check_rows(data, what=what)
+    rows: Rows = data
+    _check_tokens(rows[0], model, tokenizer)
+    return rows
+
+
+def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:
+    """A tokenizer as given or at a path; by default the one beside the model's weights, or None where there is none.
+
+    Raises:
+        ValueError: there is none at the path.
+    """
+    if tokenizer is None and isinstance(model, FromPretrained):
+        try:
+            return _at(model.path)
+        except (OSError, ValueError):
+            return None
+    if not isinstance(tokenizer, str | os.PathLike):
+        return tokenizer
+    path = os.fspath(tokenizer)
+    try:
+        return _at(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"there is no tokenizer at {path!r} ({reason}): give one that save_pretrained wrote.") from error
+
+
+def check_module(model: ModelSource) -> None:
+    """Refuse a module that is not what precision fp32 on a processor trains.
+
+    Raises:
+        ValueError: it has nothing to train, or a parameter of another type or place.
+    """
+    if not isinstance(model, FromModule):
+        return
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise ValueError(f"{model.name} has no parameter that requires a gradient, so there is nothing to train.")
+    for path, parameter in model.module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu()."
+            )
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float()."
+            )
+
+
+def _at(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _config(model: ModelSource, name: str) -> Any:
+    return getattr(getattr(model, "config", None), name, None)
+
+
+def _check_tokens(row: Row, model: ModelSource, tokenizer: Any) -> None:
+    """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
+    if "input_ids" not in row:
+        return
+    length, positions = len(row["input_ids"]), _config(model, "max_position_embeddings")
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"the rows have {length} tokens and {model.name} has {positions} positions: "
+            f"shorten sequence_length to {positions} or less."
+        )
+    vocabulary = _config(model, "vocab_size")
+    if tokenizer is not None and vocabulary is not None and len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and {model.name} has embeddings for {vocabulary}: "
+            f"take the tokenizer that belongs to the model, or a larger vocab_size."
+        )

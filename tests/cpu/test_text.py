@@ -1,0 +1,210 @@
+"""Text and tokenizers: no character is lost, doubled or moved, and bad input is refused by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import BYTES
+
+from memtrain.data.text import hold_out, python_documentation, read_documents
+from memtrain.data.tokenizer import train_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "notes.rst"
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo \xe2\x82\xac\n")
+    assert read_documents(file) == ["one\r\ntwo €\n"]
+
+
+def test_a_folder_gives_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "c/d.TXT", "c/rows.jsonl", "c/picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read_documents(tmp_path) == ["a.md", "b.txt", "c/d.TXT"]
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.txt does not exist: give the path of a \.txt or \.md file"):
+        read_documents(tmp_path / "gone.txt")
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.txt").write_text("text")
+
+    def refuse(file: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"secret\.txt cannot be read \(Permission denied\): allow reading it"):
+        read_documents(tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(folder: Any) -> Any:
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
+        read_documents(tmp_path)
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line_and_offset(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    with pytest.raises(ValueError, match=r"latin\.txt, line 3, is not UTF-8 \(byte 0xe9 at offset 11\): convert"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [(b"", "is empty"), (b"\xef\xbb\xbf", "is empty"), (b" \n\t\r\n", "holds only white space")],
+)
+def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, state: str) -> None:
+    (tmp_path / "blank.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"blank\.txt {state}, and a document must have text"):
+        read_documents(tmp_path / "blank.txt")
+
+
+def test_a_folder_without_text_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a folder without \.txt or \.md files, and only plain UTF-8 text is read"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.CSV", "a.parquet", "a.arrow", "a.txt.gz"])
+def test_other_formats_are_refused_with_what_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=rf"is a {Path(name).suffix.lower()} file, and only plain UTF-8 text is read"):
+        read_documents(tmp_path / name)
+
+
+def test_the_documentation_of_python_is_text_enough_to_train_on() -> None:
+    documents = python_documentation()
+    assert len(documents) > 70
+    assert sum(map(len, documents)) > 400_000
+    assert documents[0].startswith('The "assert" statement')
+
+
+def test_the_tail_of_every_document_is_held_out_from_the_nearest_paragraph_on() -> None:
+    first = "a" * 70 + "\n\n" + "b" * 28
+    second = "c" * 40 + "\n\n" + "d" * 58  # no boundary near its cut
+    assert hold_out([first, second], 0.25) == (
+        ["a" * 70 + "\n\n", "c" * 40 + "\n\n" + "d" * 33],
+        ["b" * 28, "d" * 25],
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "held_out"),
+    [
+        ("a" * 58 + "\n" + "b" * 2 + "\n\n" + "c" * 37, "c" * 37),  # a paragraph before a nearer line
+        ("a" * 56 + "\n" + "b" * 4 + "\n" + "c" * 38, "c" * 38),  # the nearer of two lines
+        ("a" * 59 + "\n\n" + "b" * 39, "b" * 39),  # a paragraph's end on both sides of the cut
+        ("a" * 56 + " " + "b" * 43, "b" * 43),  # a word where there is no line
+    ],
+)
+def test_the_cut_prefers_paragraphs_to_lines_to_words(document: str, held_out: str) -> None:
+    assert hold_out([document], 0.4)[1] == [held_out]
+
+
+@given(
+    documents=st.lists(st.lists(st.sampled_from(["a", "bcdef", " g", "h\n", "\n\n"]), min_size=1, max_size=60).map("".join)),
+    fraction=st.floats(0.1, 0.5),
+)
+def test_holding_out_neither_loses_nor_doubles_a_character(documents: list[str], fraction: float) -> None:
+    documents = [*documents, "x" * 10]
+    training, held_out = hold_out(documents, fraction)
+    tails = iter(held_out)
+    assert len(training) == len(documents)
+    for document, part in zip(documents, training, strict=True):
+        assert document.startswith(part)
+        assert part
+        if part != document:
+            tail = next(tails)
+            assert part + tail == document
+            assert len(tail) <= 1.25 * len(document) * fraction + 1
+    assert next(tails, None) is None
+
+
+def test_holding_out_is_the_same_each_time_and_near_the_fraction() -> None:
+    documents = python_documentation()
+    training, held_out = hold_out(documents, 0.05)
+    assert (training, held_out) == hold_out(documents, 0.05)
+    assert sum(map(len, held_out)) / sum(map(len, documents)) == pytest.approx(0.05, rel=0.02)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 0.51, float("nan")])
+def test_a_held_out_fraction_out_of_range_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=rf"the held-out fraction is {fraction}, and it must be above 0 and at most 0\.5"):
+        hold_out(["some text"], fraction)
+
+
+@pytest.mark.parametrize("documents", [[], ["ab"], ["text" + " " * 20]])
+def test_holding_out_nothing_to_evaluate_is_refused(documents: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"holding out 0\.1 of \d+ characters leaves no text to evaluate on"):
+        hold_out(documents, 0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_a_tokenizer_learns_merges_up_to_the_size_asked_for() -> None:
+    tokenizer = train_tokenizer(python_documentation()[:5], 300)
+    assert len(tokenizer) == 300
+    assert len(tokenizer.encode("assert", add_special_tokens=False)) < 6
+
+
+def test_a_text_with_few_merges_gives_a_smaller_tokenizer() -> None:
+    assert len(train_tokenizer(["ab ab"], 1000)) == 256 + 3 + 2  # the merges "ab" and " ab"
+
+
+@given(text=st.text())
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    assert BYTES.decode(BYTES.encode(text)) == text
+
+
+def test_without_merges_each_byte_is_a_token_except_in_the_names_of_special_tokens() -> None:
+    text = "\x00\t\x7f é世🙂"
+    assert len(BYTES.encode(text)) == len(text.encode())
+    assert BYTES.encode("<|bos|><|eos|><|pad|>") == [0, 1, 2]
+
+
+def test_no_text_is_too_long_and_punctuation_keeps_its_spaces() -> None:
+    assert BYTES.model_max_length > 10**12
+    assert BYTES.decode(BYTES.encode("a , b . <s> I 'm")) == "a , b . <s> I 'm"
+
+
+def test_a_saved_tokenizer_reloads_with_the_same_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    documents = python_documentation()[:5]
+    tokenizer = train_tokenizer(documents, 400)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = documents[3] + " Grüße, 世界 🙂 <|eos|>"
+    assert reloaded.encode(text) == tokenizer.encode(text)
+    assert reloaded.get_vocab() == tokenizer.get_vocab()
+    assert (reloaded.bos_token_id, reloaded.eos_token_id, reloaded.pad_token_id) == (0, 1, 2)
+    assert reloaded.model_max_length == tokenizer.model_max_length
+
+
+def test_training_a_tokenizer_twice_gives_the_same_one() -> None:
+    documents = python_documentation()[:5]
+    assert train_tokenizer(documents, 350).get_vocab() == train_tokenizer(documents, 350).get_vocab()
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 258, and it must be 259 or more: 256 bytes and three special tokens"):
+        train_tokenizer(["text"], 258)
