@@ -51,7 +51,7 @@ def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:
             return None
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
-    path = os.fspath(tokenizer)
+    path = os.path.expanduser(tokenizer)
     try:
         return _at(path)
     except (OSError, ValueError) as error:

@@ -88,6 +88,7 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         ValueError: the plan would not train what the job says, or cannot be applied to this model.
     """
     check(plan, job)
+    _check_model(plan, job, model)
     model.train()
     what = objective(model)
 
@@ -113,6 +114,23 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     else:
         update = update_after_backward(optimizer, job.max_grad_norm)
     return Run(model, optimizer, what, _forward_backward(model, what), update, undo)
+
+
+def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
+    """Refuse what would change the numbers of this model (rule 2)."""
+    for path, module in model.named_modules():
+        # The class that all of torch's batch norms share.
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
+            continue
+        if plan.micro_batch_size != job.global_batch_size:
+            raise ValueError(
+                f"{path} normalises over the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else "
+                f"than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
+            )
+        if isinstance(plan.activations, Recompute):
+            raise ValueError(
+                f"{path} counts each forward in its running statistics, and recomputing it counts twice: keep the activations."
+            )
 
 
 def _forward_backward(model: nn.Module, what: Objective) -> Callable[[Sequence[Batch]], Tensor]:

@@ -148,7 +148,8 @@ class Trainer:
         """
         first = self.rows[0]
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
-        predictor = Predictor(self.job, self.source, shapes, self.device, evaluates=self.eval_rows is not None)
+        evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
+        predictor = Predictor(self.job, self.source, shapes, self.device, evaluation_rows=evaluation_rows)
         check_names(predictor.model, first)
         chosen = choose(predictor, self.budget, self._constraints)
         if self.folder is not None:

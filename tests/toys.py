@@ -69,14 +69,14 @@ def _causal(number: int) -> dict[str, Tensor]:
 def _masked(number: int) -> dict[str, Tensor]:
     ids = _tokens(20, number)
     labels = torch.where(torch.arange(20) % (2 + number % 3) == 0, ids, IGNORED)
-    attention = (torch.arange(20) < 20 - number % 4).long()
+    attention = (torch.arange(20) < 19 - number % 4).long()
     return {"input_ids": ids, "attention_mask": attention, "labels": labels.where(attention.bool(), IGNORED)}
 
 
 def _translated(number: int) -> dict[str, Tensor]:
     labels = _tokens(12, number, shift=5)
     labels[12 - number % 4 :] = IGNORED
-    attention = (torch.arange(20) < 20 - number % 3).long()
+    attention = (torch.arange(20) < 19 - number % 3).long()
     return {"input_ids": _tokens(20, number), "attention_mask": attention, "labels": labels}
 
 

@@ -22,12 +22,12 @@ class Predictor:
     Args:
         source: the model.
         rows: shape and type of each tensor of one row.
-        evaluates: whether the run evaluates.
+        evaluation_rows: number of rows that the run evaluates on.
     """
 
-    def __init__(self, job: Job, source: ModelSource, rows: RowShapes, device: Device, *, evaluates: bool = True) -> None:
+    def __init__(self, job: Job, source: ModelSource, rows: RowShapes, device: Device, *, evaluation_rows: int = 0) -> None:
         self.job, self.device = job, device
-        self._source, self._rows, self._evaluates = source, rows, evaluates
+        self._source, self._rows, self._evaluation_rows = source, rows, evaluation_rows
         self._simulated: dict[Plan, Trace] = {}
         self.model = dataless_model(source)
         self.blocks = len(blocks(self.model))
@@ -42,7 +42,9 @@ class Predictor:
         if plan not in self._simulated:
             check(plan, self.job)
             model = dataless_model(self._source)
-            self._simulated[plan] = simulate(self.job, plan, model, self._rows, self.device, evaluates=self._evaluates)
+            self._simulated[plan] = simulate(
+                self.job, plan, model, self._rows, self.device, evaluation_rows=self._evaluation_rows
+            )
         return self._simulated[plan]
 
     def inferred(self, plan: Plan) -> Trace:
@@ -56,7 +58,9 @@ class Predictor:
         # A micro-batch of one row takes slightly other operators (what is contiguous differs), and the whole batch at
         # once accumulates nothing; between these all sizes are alike.
         alike = [size for size in sorted(micro_batch_sizes(self.job)) if 1 < size < self.job.global_batch_size]
-        if plan.micro_batch_size not in alike[2:]:
+        # Few rows to evaluate on make smaller batches there.
+        evaluates_whole = not self._evaluation_rows or 2 * plan.micro_batch_size <= self._evaluation_rows
+        if plan.micro_batch_size not in alike[2:] or not evaluates_whole:
             return self.trace(plan)
         small, large = (replace(plan, micro_batch_size=size) for size in alike[:2])
         try:

@@ -74,12 +74,13 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what the caller says
 
-    def track(self, tensor: Tensor, kind: Kind, path: str = "") -> None:
-        """Count a tensor that was made outside, unless it is known."""
+    def track(self, tensor: Tensor, kind: Kind | None = None, path: str | None = None) -> None:
+        """Count a tensor that was made out of sight, unless it is known."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
-            self._born(tensor, storage, operator="given", module=path)
-        self.tag(tensor, kind)
+            self._born(tensor, storage, operator="given", module=self._here() if path is None else path)
+        if kind is not None:
+            self.tag(tensor, kind)
 
     def tag(self, tensor: Tensor, kind: Kind) -> None:
         """Say what a tracked storage holds; the kind of higher precedence stays."""
@@ -240,7 +241,8 @@ class Recorder(TorchDispatchMode):
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self.tag(value, Kind.OPTIMIZER_STATE)
+                    # Tracked, not only tagged: torch.tensor(0.0), a step count, is made below dispatch.
+                    self.track(value, Kind.OPTIMIZER_STATE)
 
     def __enter__(self) -> Any:
         self._hooks = [

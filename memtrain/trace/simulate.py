@@ -81,7 +81,7 @@ def simulate(
     rows: RowShapes,
     device: Device,
     *,
-    evaluates: bool = True,
+    evaluation_rows: int = 0,
 ) -> Trace:
     """Load, train two steps, evaluate and save, all on a data-less model; returns what that does to memory.
 
@@ -91,18 +91,20 @@ def simulate(
     Args:
         model: from :func:`dataless_model`; it is changed, so it serves one simulation.
         rows: shape and type of each tensor of one row.
-        evaluates: whether the run evaluates.
+        evaluation_rows: number of rows that the run evaluates on.
 
     Raises:
         ValueError: the plan does not suit the job or the model.
     """
     with _as_if_supported(), kernels_of(device):
         run = prepare(job, plan, model)
-        with DatalessRecorder(model, device, vocabulary_of(model)) as recorder:
-            return record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluates=evaluates)
+        with DatalessRecorder(model, device, vocabulary_of(model)) as recorder, _random_states(recorder):
+            return record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
 
 
-def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, *, evaluates: bool) -> Trace:
+def record(
+    run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, evaluation_rows: int
+) -> Trace:
     """The run that stands for all: the same calls for data-less and for real tensors.
 
     Args:
@@ -128,10 +130,11 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         held = batch_of(job.global_batch_size - stepped * plan.micro_batch_size)
         run.step([batch_of(plan.micro_batch_size) for _ in range(stepped)])
         del held
-    if evaluates:
+    if evaluation_rows:
         recorder.mark("evaluate")
+        starts = range(0, evaluation_rows, plan.micro_batch_size)[:2]
         with recorder.phase(Phase.EVALUATE):
-            run.evaluate(batch_of(plan.micro_batch_size) for _ in range(2))
+            run.evaluate(batch_of(min(plan.micro_batch_size, evaluation_rows - start)) for start in starts)
     recorder.mark("save")
     return recorder.trace()
 
@@ -146,6 +149,23 @@ def vocabulary_of(model: nn.Module) -> int | None:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     return getattr(head, "out_features", None)
+
+
+@contextmanager
+def _random_states(recorder: Recorder) -> Iterator[None]:
+    """Count the generator's states that recomputation keeps: about 5 kB a block, made below dispatch."""
+    get_rng_state = torch.get_rng_state
+
+    def counted() -> Tensor:
+        state = get_rng_state()
+        recorder.track(state)
+        return state
+
+    torch.get_rng_state = counted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get_rng_state
 
 
 @contextmanager
