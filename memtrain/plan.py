@@ -199,6 +199,27 @@ def parse_policy(field: str, written: Any) -> Any:
     return classes[name](**settings)
 
 
+def parse_constraints(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Plan fields that are fixed: ``micro_batch_size`` as a number, each other as a policy or as what :func:`parse_policy` reads.
+
+    Raises:
+        ValueError: a field, a policy or one of its settings is unknown, or a value is out of range.
+
+    >>> parse_constraints({"micro_batch_size": 2, "activations": "keep", "loss": {"policy": "chunked_logits", "chunk_tokens": 64}})
+    {'micro_batch_size': 2, 'activations': Keep(), 'loss': ChunkedLogits(chunk_tokens=64)}
+    """
+    fixed: dict[str, Any] = {}
+    for field, value in written.items():
+        if field == "micro_batch_size":
+            _positive(field, value)
+            fixed[field] = value
+        elif field in POLICIES:
+            fixed[field] = value if isinstance(value, POLICIES[field]) else parse_policy(field, value)
+        else:
+            raise ValueError(f"a plan has no field {field!r}, and it must be micro_batch_size or one of {', '.join(POLICIES)}.")
+    return fixed
+
+
 def check(plan: Plan, job: Job) -> None:
     """Refuse a plan that would not train what the job says.
 

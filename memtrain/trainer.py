@@ -30,7 +30,7 @@ from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
 from memtrain.metrics import RunFolder
 from memtrain.models.build import FromModule, source
 from memtrain.models.objective import check_names
-from memtrain.plan import to_dict
+from memtrain.plan import parse_constraints, to_dict
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
@@ -71,7 +71,8 @@ class Trainer:
         global_batch_size: rows per optimizer step.
         steps, epochs: length of the run; one epoch by default.
         optimizer, schedule, max_grad_norm, seed: see :class:`memtrain.job.Job`.
-        constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}``.
+        constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
+            ``{"activations": {"policy": "recompute", "every": 2}}``.
         device: what it is trained on; by default this machine's processor.
         run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
         progress: whether to show a progress bar.
@@ -129,7 +130,7 @@ class Trainer:
             seed=seed,
         )
         self._evaluate_every = evaluate_every
-        self._constraints = dict(constraints or {})
+        self._constraints = parse_constraints(constraints or {})
         self.folder = None if run_dir is None else RunFolder(Path(run_dir))
         self._progress = progress
         self._model: nn.Module | None = None

@@ -43,25 +43,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = nn.functional.linear(hidden[chunk], weight, bias).float()
-            counted = target[chunk] != IGNORED
-            label = target[chunk].clamp(min=0).unsqueeze(-1)
-            logits.sub_(logits.amax(dim=-1, keepdim=True))
-            picked = logits.gather(-1, label)
-            normaliser = logits.exp_().sum(dim=-1, keepdim=True)
-            losses = normaliser.log().sub_(picked).squeeze(-1)
-            total.add_(losses.mul_(counted).sum())
-            if not any(wanted):
-                continue
-            # From here on `logits` holds their own gradient: softmax - one_hot, 0 where nothing counts.
-            logits.div_(normaliser).scatter_add_(-1, label, torch.full_like(normaliser, -1.0)).mul_(counted.unsqueeze(-1))
-            d_logits = logits.to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[chunk])
-            if d_weight is not None:
-                d_weight.addmm_(d_logits.t(), hidden[chunk])
-            if d_bias is not None:
-                d_bias.add_(d_logits.sum(dim=0))
+            d_chunk = None if d_hidden is None else d_hidden[chunk]
+            total.add_(_add_chunk(hidden[chunk], weight, bias, target[chunk], d_chunk, d_weight, d_bias))
         ctx.gradients = (d_hidden, d_weight, d_bias)
         return total
 
@@ -71,6 +54,40 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the chunked loss frees its gradients in backward, so backward runs once: call forward again.")
         gradients, ctx.gradients = ctx.gradients, None
         return (*(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients), None, None, None)
+
+
+def _add_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> Tensor:
+    """The summed loss of one chunk, its gradients added to those given.
+
+    A function of its own, so that the logits of one chunk are gone when those of the next are made.
+    """
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    counted = target != IGNORED
+    label = target.clamp(min=0).unsqueeze(-1)
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    picked = logits.gather(-1, label)
+    normaliser = logits.exp_().sum(dim=-1, keepdim=True)
+    loss = normaliser.log().sub_(picked).squeeze(-1).mul_(counted).sum()
+    if d_hidden is None and d_weight is None and d_bias is None:
+        return loss
+    # From here on `logits` holds their own gradient: softmax - one_hot, 0 where nothing counts.
+    logits.div_(normaliser).scatter_add_(-1, label, torch.full_like(normaliser, -1.0)).mul_(counted.unsqueeze(-1))
+    d_logits = logits.to(hidden.dtype)
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden)
+    if d_weight is not None:
+        d_weight.addmm_(d_logits.t(), hidden)
+    if d_bias is not None:
+        d_bias.add_(d_logits.sum(dim=0))
+    return loss
 
 
 def chunked_cross_entropy(

@@ -11,12 +11,14 @@ Each row states its source. A row that is no longer needed makes its test fail (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from memtrain.device import Device
 
@@ -41,20 +43,11 @@ def _attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention for processors where its conditions hold, else the mathematical form.
+    """Flash attention for processors where torch would take it, else the mathematical form.
 
-    Conditions: use_flash_attention_cpp in ATen/native/transformers/sdp_utils_cpp.cpp; the mask's conversion:
-    convert_boolean_attn_mask in ATen/native/transformers/attention.cpp.
+    The mask's conversion: convert_boolean_attn_mask in ATen/native/transformers/attention.cpp.
     """
-    flash = (
-        query.is_meta
-        and query.dim() == key.dim() == value.dim() == 4
-        and dropout_p == 0.0
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        and (attn_mask is None or not attn_mask.requires_grad)
-        and 0 not in (query.shape[-2], key.shape[-2])
-    )
+    flash = query.is_meta and _takes_flash_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not flash:
         out: Tensor = aten.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -66,6 +59,42 @@ def _attention_on_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return attended
+
+
+def _takes_flash_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> bool:
+    """torch's own answer (use_flash_attention_cpp in ATen/native/transformers/sdp_utils_cpp.cpp).
+
+    It depends on shapes, on the last stride and on whether the mask wants gradients, and on nothing of this machine; so it
+    is asked about processor tensors that have these and one row of memory each.
+    """
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        strides = [0] * (tensor.dim() - 1) + list(tensor.stride()[-1:])
+        like = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
+        return like.requires_grad_(tensor.requires_grad)
+
+    # Out of the recorder's sight.
+    with torch._C._DisableTorchDispatch():
+        choice = torch._fused_sdp_choice(
+            stand_in(query),
+            stand_in(key),
+            stand_in(value),
+            None if attn_mask is None else stand_in(attn_mask),
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,24 +164,45 @@ def _flash_forward_scratch(device: Device, query: Tensor, key: Tensor, *_: Any, 
     return device.threads * 4 * (rows * columns + 2 * rows + rows * query.shape[-1])
 
 
-def _flash_backward_scratch(device: Device, _: Tensor, query: Tensor, key: Tensor, *__: Any, **___: Any) -> int:
-    """Per thread, in fp32: scores and their gradient (cpu_flash_attention_backward, same file)."""
+def _flash_backward_scratch(device: Device, grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    """Per thread, in fp32: scores, their gradient and a sum per query (cpu_flash_attention_backward, same file); and the
+    gradient with heads beside each other, unless it came so (_scaled_dot_product_flash_attention_cpu_backward,
+    attention.cpp)."""
     rows, columns = _attention_splits(query, key)
-    return device.threads * 4 * 2 * rows * columns
+    return device.threads * 4 * (2 * rows * columns + rows) + _contiguous_copy(grad.transpose(1, 2))
 
 
-def _layer_norm_backward_scratch(device: Device, _: Tensor, __: Tensor, shape: list[int], *___: Any, **____: Any) -> int:
-    """Per thread, partial gradients of weight and bias (LayerNormBackwardKernelImpl, layer_norm_kernel.cpp)."""
-    width = 1
-    for size in shape:
-        width *= size
-    return device.threads * 4 * 2 * width
+def _layer_norm_scratch(_: Device, input: Tensor, *__: Any, **___: Any) -> int:
+    """A contiguous input (layer_norm_cpu, layer_norm.cpp)."""
+    return _contiguous_copy(input)
+
+
+def _layer_norm_backward_scratch(
+    device: Device,
+    grad: Tensor,
+    input: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: list[bool],
+) -> int:
+    """Per thread, partial gradients of weight and bias where these are wanted (LayerNormBackwardKernelImpl,
+    layer_norm_kernel.cpp); a contiguous gradient and input (layer_norm_backward_cpu, layer_norm.cpp)."""
+    partial = 2 * math.prod(shape) * input.element_size() if any(wanted[1:]) else 0
+    return device.threads * partial + _contiguous_copy(grad) + _contiguous_copy(input)
+
+
+def _contiguous_copy(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
 
 
 _SCRATCH: dict[str, dict[Any, Callable[..., int]]] = {
     "cpu": {
         aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward_scratch,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward_scratch,
+        aten.native_layer_norm.default: _layer_norm_scratch,
         aten.native_layer_norm_backward.default: _layer_norm_backward_scratch,
     }
 }

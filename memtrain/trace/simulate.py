@@ -153,19 +153,23 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 @contextmanager
 def _random_states(recorder: Recorder) -> Iterator[None]:
-    """Count the generator's states that recomputation keeps: about 5 kB a block, made below dispatch."""
-    get_rng_state = torch.get_rng_state
+    """Count the states of the processor's generator that recomputation saves: about 5 kB a block, made below dispatch."""
+    get_rng_state, fork_rng = torch.get_rng_state, torch.random.fork_rng
 
     def counted() -> Tensor:
         state = get_rng_state()
         recorder.track(state)
         return state
 
-    torch.get_rng_state = counted
+    def forked(*args: Any, device_type: str = "cuda", **kwargs: Any) -> Any:
+        # For data-less tensors fork_rng does nothing; "cuda" is what checkpointing passes where all tensors are on the host.
+        return fork_rng(*args, device_type="cuda" if device_type == "meta" else device_type, **kwargs)
+
+    torch.get_rng_state, torch.random.fork_rng = counted, forked
     try:
         yield
     finally:
-        torch.get_rng_state = get_rng_state
+        torch.get_rng_state, torch.random.fork_rng = get_rng_state, fork_rng
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def one(*overrides: str) -> Settings:
 def test_without_arguments_the_quickstart_runs(ran: list[tuple[Settings, str]]) -> None:
     assert main([]) == 0
     ((job, config_yaml),) = ran
-    assert (job.recipe, job.mode, job.budget_bytes, job.headroom_bytes) == ("quickstart", "train", 400 * 2**20, 0)
+    assert (job.recipe, job.mode, job.budget_bytes, job.headroom_bytes) == ("quickstart", "train", 256 * 2**20, 0)
     assert (job.global_batch_size, job.steps, job.epochs, job.seed, job.max_grad_norm) == (16, 100, None, 0, 1.0)
     assert job.optimizer == AdamW(learning_rate=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     assert job.schedule == Cosine(warmup_steps=10, final_fraction=0.1)
