@@ -72,12 +72,18 @@ class Predictor:
         """The cost model of the job, from the plan that ``plain`` gives for two micro-batch sizes."""
         sizes = sorted(micro_batch_sizes(self.job))
         small, large = sizes[0], sizes[min(1, len(sizes) - 1)]
+        try:
+            work = self._work_per_micro_batch(plain(small)), self._work_per_micro_batch(plain(large))
+        except ValueError:
+            # A model that ties its numbers to the micro-batch runs with the whole batch only.
+            small = large = sizes[-1]
+            work = self._work_per_micro_batch(plain(small)), self._work_per_micro_batch(plain(large))
         return CostModel(
             job=self.job,
             device=self.device,
-            small=self._work_per_micro_batch(plain(small)),
+            small=work[0],
             small_size=small,
-            large=self._work_per_micro_batch(plain(large)),
+            large=work[1],
             large_size=large,
             tokens_per_row=max((shape[0] for shape, _ in self._rows.values() if shape), default=1),
             parameters=len(self._parameters),
