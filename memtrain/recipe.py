@@ -27,7 +27,7 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         ValueError: the job cannot be trained, in one sentence.
     """
     console = Console()
-    trainer = _trainer(settings)
+    trainer = trainer_of(settings)
     assert trainer.folder is not None
     console.print(choice_view(trainer.choice))
     trainer.folder.write_text("config.yaml", config_yaml)
@@ -39,7 +39,8 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
     console.print(f"\nwritten to {trainer.folder.path}", soft_wrap=True, highlight=False)
 
 
-def _trainer(settings: Settings) -> Trainer:
+def trainer_of(settings: Settings) -> Trainer:
+    """The Trainer that the settings describe."""
     data = settings.data
     model = source(settings.model.path or settings.model.config)
     training, held_out = _text(data)

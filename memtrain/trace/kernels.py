@@ -112,9 +112,9 @@ _KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {"scaled_dot_produc
 
 
 def _contiguous_first(out: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
-    """Layer norm returns contiguous results whatever the strides of its input; meta keeps the strides.
+    """The gradient of layer norm's input is contiguous whatever the strides of the input; meta keeps the strides.
 
-    Source: layer_norm_cpu and layer_norm_backward_cpu in ATen/native/layer_norm.cpp.
+    Source: layer_norm_backward_cpu in ATen/native/layer_norm.cpp.
     """
     first = out[0]
     if first is None or first.is_contiguous():
@@ -133,7 +133,6 @@ def _reduced_in_place(out: Tensor, input: Tensor, target: Tensor, *_: Any) -> Te
 
 _RESULTS: dict[str, dict[Any, Callable[..., Any]]] = {
     "cpu": {
-        aten.native_layer_norm: _contiguous_first,
         aten.native_layer_norm_backward: _contiguous_first,
         aten.mse_loss: _reduced_in_place,
         aten.smooth_l1_loss: _reduced_in_place,

@@ -203,13 +203,9 @@ WEIGHT = torch.randn(6)
 CHANCES, ZERO_OR_ONE = torch.rand(4, 7), torch.ones(4, 7)
 # Per row, arguments for which meta lays the result out in another way than the processor.
 RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
-    aten.native_layer_norm: {
-        "input across": (ACROSS, [6], WEIGHT, WEIGHT, 1e-5),
-        "without weights": (ACROSS, [6], None, None, 1e-5),
-    },
     aten.native_layer_norm_backward: {
-        "input across": (INPUT, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True]),
-        "only the input's gradient": (INPUT, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, False, False]),
+        "input across": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True]),
+        "only the input's gradient": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, False, False]),
     },
     aten.mse_loss: {"mean": (INPUT, ACROSS), "sum": (INPUT, INPUT, 2), "broadcast": (INPUT, INPUT[:1])},
     aten.smooth_l1_loss: {"mean": (INPUT, INPUT), "sum": (INPUT, INPUT, 2), "broadcast": (INPUT, INPUT[:1])},
@@ -222,7 +218,6 @@ RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
 }
 # Arguments for which meta is right, which the rows must leave right.
 PLAIN_RESULTS: list[tuple[Any, tuple[Any, ...]]] = [
-    (aten.native_layer_norm, (INPUT, [6], WEIGHT, WEIGHT, 1e-5)),
     (aten.native_layer_norm_backward, (INPUT, INPUT, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True])),
     (aten.native_layer_norm_backward, (INPUT, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [False, True, True])),
     (aten.mse_loss, (INPUT, INPUT, 0)),
@@ -312,7 +307,12 @@ def attention_backward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str,
 
 def layer_norm_forward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     weight = torch.ones(24)
-    for inputs in (torch.randn(length, 24), torch.randn(24, length).t(), torch.randn(length, 48)[:, :24]):
+    # Rows of more than one matrix, since transposing a single large one copies it by way of a block of 14 KB.
+    for inputs in (
+        torch.randn(2, length, 24),
+        torch.randn(2, 24, length).transpose(1, 2),
+        torch.randn(2, length, 48)[..., :24],
+    ):
         yield (inputs, [24], weight, weight, 1e-5), {}
         yield (inputs, [24], None, None, 1e-5), {}
 
@@ -320,7 +320,7 @@ def layer_norm_forward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str,
 def layer_norm_backward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     for (inputs, shape, weight, bias, eps), _ in layer_norm_forward(length):
         out, mean, rstd = aten.native_layer_norm(inputs, shape, weight, bias, eps)
-        for grad in (torch.randn(out.shape), torch.randn(out.t().shape).t()):
+        for grad in (torch.randn(out.shape), torch.randn(out.mT.shape).mT):
             wanted = [[True, True, True], [True, True, False], [False, False, True]] if weight is not None else []
             for mask in ([True, False, False], *wanted):
                 yield (grad, inputs, shape, mean, rstd, weight, bias, mask), {}
@@ -394,16 +394,16 @@ def weight_with_gradient() -> nn.Parameter:
 
 
 def test_a_fused_optimizer_takes_data_less_weights_only_as_if_supported() -> None:
-    with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors of supported"):
-        torch.optim.AdamW([weight_with_gradient()], fused=True)
-    with _as_if_supported():
-        optimizer = torch.optim.AdamW([weight_with_gradient()], fused=True)
-        # Its kernel has no data-less form; the values' mode knows that it makes nothing new.
-        with DatalessRecorder(nn.Identity(), CPU) as recorder:
-            optimizer.step()
-    assert "_fused_adamw_" not in [event.operator for event in recorder.trace().events]
-    with pytest.raises(RuntimeError, match="requires all the params to be floating point Tensors of supported"):
-        torch.optim.AdamW([weight_with_gradient()], fused=True)
+    refusal = "`fused=True` requires all the params to be floating point Tensors of supported devices"
+    with pytest.raises(RuntimeError, match=refusal):
+        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
+    with _as_if_supported(), DatalessRecorder(nn.Identity(), CPU) as recorder:
+        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
+    state = [event for event in recorder.trace().events if event.kind is Kind.OPTIMIZER_STATE]
+    assert sorted(event.bytes for event in state if event.bytes > 0) == [4, 36, 36]
+    assert {event.phase for event in state if event.bytes > 0} == {Phase.UPDATE}
+    with pytest.raises(RuntimeError, match=refusal):
+        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
 
 
 def test_foreach_clipping_takes_data_less_gradients_only_as_if_supported() -> None:
@@ -424,40 +424,34 @@ def test_as_if_supported_leaves_real_tensors_and_every_torch_function_as_they_we
     before = [dict(vars(module)) for module in modules]
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 2.0)
-    with pytest.raises(KeyError, match="stop"), _as_if_supported():
+    with _as_if_supported():
         assert nn.utils.clip_grad_norm_([weight], 1.0, foreach=True).item() == pytest.approx(12**0.5)
-        raise KeyError("stop")
+        assert [dict(vars(module)) for module in modules] != before
+    assert [dict(vars(module)) for module in modules] == before
+
+    def stopped() -> None:
+        with _as_if_supported():
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        stopped()
     assert [dict(vars(module)) for module in modules] == before
 
 
-def states_of_the_generator(model: nn.Module, device: str, *, substituted: bool) -> int:
-    """Storages of a generator state's size that a recomputed step keeps or makes."""
+def states_of_the_generator(device: str, *, substituted: bool) -> int:
+    """How often two recomputed blocks save a state of the generator."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
     recompute_blocks_(list(model.children()))
-    with DatalessRecorder(model, CPU) if device == "meta" else Recorder(model) as recorder:
-        with _random_states(recorder) if substituted else contextlib.nullcontext():
-            model(torch.ones(4, 3, device=device, requires_grad=True)).sum().backward()
-    size = torch.get_rng_state().nbytes
-    return [event.bytes for event in recorder.trace().events].count(size)
+    recorder = DatalessRecorder(model, CPU) if device == "meta" else Recorder(model)
+    with recorder, _random_states(recorder) if substituted else contextlib.nullcontext():
+        model(torch.ones(4, 3, device=device, requires_grad=True)).sum().backward()
+    return [event.bytes for event in recorder.trace().events].count(torch.get_rng_state().nbytes)
 
 
-def test_recomputation_keeps_a_state_of_the_generator_per_block_which_only_the_substitution_sees() -> None:
-    two_blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    bare = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("meta")
+def test_only_the_substitution_counts_the_states_of_the_generator_and_as_many_as_on_data() -> None:
     before = torch.get_rng_state, torch.random.fork_rng
-    assert states_of_the_generator(bare, "meta", substituted=False) == 0
-    # One when a block runs, and one more each time that it runs again, to give the generator back.
-    bare = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("meta")
-    kept = states_of_the_generator(bare, "meta", substituted=True)
-    assert kept == states_of_the_generator(two_blocks, "cpu", substituted=True) > 0
+    assert states_of_the_generator("cpu", substituted=False) == states_of_the_generator("meta", substituted=False) == 0
+    # Each block saves one in forward; one more when it runs again, to give it back.
+    assert states_of_the_generator("cpu", substituted=True) == 4
+    assert states_of_the_generator("meta", substituted=True) == 4
     assert (torch.get_rng_state, torch.random.fork_rng) == before
-
-
-def test_the_update_phase_of_a_data_less_fused_step_creates_the_state() -> None:
-    with _as_if_supported():
-        weight = weight_with_gradient()
-        optimizer = torch.optim.AdamW([weight], fused=True)
-        with DatalessRecorder(nn.Identity(), CPU) as recorder:
-            optimizer.step()
-    state = [event for event in recorder.trace().events if event.kind is Kind.OPTIMIZER_STATE]
-    assert sorted(event.bytes for event in state) == [4, 36, 36]
-    assert {event.phase for event in state} == {Phase.UPDATE}

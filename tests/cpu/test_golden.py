@@ -1,0 +1,47 @@
+"""G6: each recipe's chosen plan and footprint are those kept in tests/golden, byte for byte.
+
+A refactor leaves the files untouched; a change that means to move them writes them anew and shows the difference in bytes:
+``python tests/cpu/test_golden.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtrain.command_line import compose_jobs
+from memtrain.config import recipes, settings
+from memtrain.recipe import trainer_of
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def chosen(recipe: str, folder: Path) -> dict[str, Any]:
+    """What the planner makes of a recipe on a processor of two threads; the seconds are a model's and no promise."""
+    (config,) = compose_jobs([f"recipe={recipe}", f"run.dir={folder / recipe}", "device.threads=2"], multirun=False)
+    prediction = trainer_of(settings(config)).choice.to_dict()
+    return {
+        "plan": prediction["plan"],
+        **{name: prediction[name] for name in ("peak_allocated_bytes", "by_kind", "by_phase", "assumed")},
+        "rejected": {str(other["plan"]): other["peak_allocated_bytes"] for other in prediction["rejected"]},
+    }
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_recipe_chooses_the_plan_that_is_kept(recipe: str, tmp_path: Path) -> None:
+    assert chosen(recipe, tmp_path) == json.loads((GOLDEN / f"{recipe}.json").read_text(encoding="utf-8"))
+
+
+def test_every_kept_plan_is_of_a_recipe() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.json")} == set(recipes())
+
+
+if __name__ == "__main__":
+    for name in recipes():
+        with tempfile.TemporaryDirectory() as scratch:
+            written = json.dumps(chosen(name, Path(scratch)), indent=2)
+        (GOLDEN / f"{name}.json").write_text(written + "\n", encoding="utf-8")
