@@ -130,9 +130,12 @@ class Trainer:
             seed=seed,
         )
         self._evaluate_every = evaluate_every
+        # What the speed of a step is given in.
+        self._counts = "tokens" if "input_ids" in self.rows[0] else "rows"
         self._constraints = parse_constraints(constraints or {})
         self.folder = None if run_dir is None else RunFolder(Path(run_dir))
         self._progress = progress
+        self._has_trained = False
         self._model: nn.Module | None = None
         self._profiler = MemoryProfiler(self._held)
         self._optimizer: torch.optim.Optimizer | None = None
@@ -164,26 +167,32 @@ class Trainer:
         """Train with the chosen plan, measuring the first, the second and the last step.
 
         Raises:
-            ValueError: the loss of a step is not a finite number, or planning fails.
+            ValueError: the loss of a step is not a finite number, planning fails, or this Trainer has trained already.
         """
         from rich.console import Console
 
         from memtrain.report.plot import plot_run
         from memtrain.report.terminal import TrainingProgress
 
+        if self._has_trained:
+            raise ValueError(
+                "this Trainer has trained already: make another, with model=trainer.model to go on from its weights."
+            )
         choice, log = self.choice, _Log(self.folder)
+        self._has_trained = True
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         with self._prepared() as run:
             if self.eval_rows is not None:
                 log.add({"step": 0, "eval_loss": self._evaluate(run)})
             console = Console(quiet=not self._progress)
-            with TrainingProgress(self.job.steps, self.budget.device_bytes, console) as bar:
+            unit = "tok" if self._counts == "tokens" else "row"
+            with TrainingProgress(self.job.steps, self.budget.device_bytes, console, unit) as bar:
                 for step in range(self.job.steps):
                     row = self._step(run, batches, step)
                     bar.update(
                         step + 1,
                         loss=row["loss"],
-                        tokens_per_second=row["tokens_per_second"],
+                        per_second=row[f"{self._counts}_per_second"],
                         memory_bytes=held_bytes(run.model, run.optimizer),
                         peak_bytes=self._profiler.peak_bytes,
                     )
@@ -268,11 +277,12 @@ class Trainer:
         if self._watches(step):
             with self._profiler.window(f"step {step + 1}", Phase.FORWARD):
                 marked = replace(run, update=self._profiler.in_update(run.update))
-                result, tokens = self._run_step(marked, batches, step)
+                result = self._run_step(marked, batches, step)
         else:
-            result, tokens = self._run_step(run, batches, step)
+            result = self._run_step(run, batches, step)
         loss = result.loss.item()
         seconds = time.perf_counter() - started
+        counted = self.job.global_batch_size * (len(self.rows[0]["input_ids"]) if self._counts == "tokens" else 1)
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss of step {step + 1} is {loss}, and training on would spoil the weights: "
@@ -281,7 +291,7 @@ class Trainer:
         row = {
             "step": step + 1,
             "loss": loss,
-            "tokens_per_second": tokens / seconds,
+            f"{self._counts}_per_second": counted / seconds,
             "learning_rate": rate,
             "step_seconds": seconds,
         }
@@ -289,11 +299,9 @@ class Trainer:
             row["grad_norm"] = result.grad_norm.item()
         return row
 
-    def _run_step(self, run: Run, batches: StepBatches, step: int) -> tuple[StepResult, int]:
-        """The step and its number of tokens; its batches are gone when it returns, before the next ones are made."""
-        micro_batches = batches.micro_batches(step, self.choice.plan.micro_batch_size)
-        tokens = sum(next(iter(batch.values())).shape[:2].numel() for batch in micro_batches)
-        return run.step(micro_batches), tokens
+    def _run_step(self, run: Run, batches: StepBatches, step: int) -> StepResult:
+        """The step; its batches are gone when it returns, before the next ones are made."""
+        return run.step(batches.micro_batches(step, self.choice.plan.micro_batch_size))
 
     def _watches(self, step: int) -> bool:
         """Whether the profiler measures a step (from 0): the first two stand for all, the last shows that they did."""

@@ -96,12 +96,14 @@ class TrainingProgress:
         total_steps: optimizer steps of the whole run.
         budget_bytes: what the peak is a percentage of.
         console: where to print; standard output by default.
+        unit: what the speed counts.
     """
 
-    def __init__(self, total_steps: int, budget_bytes: int, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, budget_bytes: int, console: Console | None = None, unit: str = "tok") -> None:
         self.total_steps = total_steps
         self.budget_bytes = budget_bytes
         self.console = console or Console()
+        self.unit = unit
         self.live = self.console.is_interactive
         self.steps_per_line = math.ceil(total_steps / 10)
         # A disabled Progress draws nothing and still estimates the time left. The estimate looks back ten minutes, because
@@ -126,19 +128,19 @@ class TrainingProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.progress.stop()
 
-    def update(self, step: int, *, loss: float, tokens_per_second: float, memory_bytes: int, peak_bytes: int) -> None:
+    def update(self, step: int, *, loss: float, per_second: float, memory_bytes: int, peak_bytes: int) -> None:
         """Show the state after ``step`` steps.
 
         Args:
             step: optimizer steps done, counted from the beginning of the run.
             loss: training loss of that step.
-            tokens_per_second: throughput now.
+            per_second: units per second in that step.
             memory_bytes: bytes allocated now.
             peak_bytes: highest bytes allocated so far.
         """
         state = (
             f"loss {loss:.3f}",
-            f"{format_count(round(tokens_per_second))} tok/s",
+            f"{format_count(round(per_second))} {self.unit}/s",
             f"{format_bytes(memory_bytes)}, peak {100 * peak_bytes / self.budget_bytes:.0f} % of budget",
         )
         self.progress.update(self.task, completed=step, description=" ".join(state))

@@ -39,12 +39,16 @@ class MemoryProfiler:
 
     Args:
         held: the tensors known to be live, by kind; asked at the start and at the end of each window.
+
+    Attributes:
+        peak_bytes: peak of the live bytes over all windows so far.
     """
 
     def __init__(self, held: Callable[[], Iterator[tuple[Kind, Tensor]]]) -> None:
         self._held = held
         self._windows: list[tuple[str, int, list[Event]]] = []  # name, storages held before it, events
         self._numbers = 0
+        self.peak_bytes = 0
 
     @contextmanager
     def window(self, name: str, phase: Phase) -> Iterator[None]:
@@ -70,7 +74,9 @@ class MemoryProfiler:
             hook.remove()
         after = _addresses(self._held())
         happened = _flatten(profiler.profiler.kineto_results.experimental_event_tree(), phase)
-        self._windows.append((name, len(before), self._events(before, happened, after, gradients, phase)))
+        events = self._events(before, happened, after, gradients, phase)
+        self._windows.append((name, len(before), events))
+        self.peak_bytes = max(self.peak_bytes, MemoryTimeline(Trace(tuple(events))).peak_bytes)
 
     def in_update(self, update: Callable[[], Any]) -> Callable[[], Any]:
         """``update``, marked so that its allocations count as the update's."""
@@ -84,11 +90,6 @@ class MemoryProfiler:
     def traces(self) -> dict[str, Trace]:
         """A trace per window, in order; the last of those with one name."""
         return {name: Trace(tuple(events), marks=(("held", 0), (name, held))) for name, held, events in self._windows}
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the live bytes over all windows so far."""
-        return max((MemoryTimeline(trace).peak_bytes for trace in self.traces().values()), default=0)
 
     def _events(
         self,

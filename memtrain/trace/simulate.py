@@ -154,7 +154,8 @@ def vocabulary_of(model: nn.Module) -> int | None:
 @contextmanager
 def _random_states(recorder: Recorder) -> Iterator[None]:
     """Count the states of the processor's generator that recomputation saves: about 5 kB a block, made below dispatch."""
-    get_rng_state, fork_rng = torch.get_rng_state, torch.random.fork_rng
+    get_rng_state = torch.get_rng_state
+    fork_rng: Any = torch.random.fork_rng
 
     def counted() -> Tensor:
         state = get_rng_state()

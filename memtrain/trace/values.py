@@ -27,7 +27,9 @@ _MOST_FLOATS, _MOST_INTEGERS = 1 << 16, 1 << 22
 _LIKE = {aten.ones_like, aten.zeros_like, aten.full_like, aten.new_ones, aten.new_zeros, aten.new_full}
 # Kernels that update parameters in place and return nothing that is new; meta has none of them.
 _FUSED = {aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_, aten._fused_adagrad_}
-_BOOLEAN_INDEX = {aten.index, aten._unsafe_index}
+_INDEX = {aten.index, aten._unsafe_index}
+# The shape of these depends on the values of the second argument only.
+_SELECT = {*_INDEX, aten.masked_select}
 
 
 def lift(tensor: Tensor) -> Tensor:
@@ -77,8 +79,10 @@ class Values:
 
         known = self._known_inputs(func, packet, args, kwargs, tensors)
         value = None if known is None else _try(func, *known)
-        if torch.Tag.dynamic_output_shape in func.tags or self._indexes_by_mask(packet, args):
-            out = self._shape_from_values(func, args, kwargs, value)
+        if isinstance(value, bool):
+            return value
+        if self._asks_for_a_shape(func, packet, args):
+            out = self._shape_from_values(func, packet, args, kwargs, value)
         else:
             out = _shape(func, args, kwargs, self._assume)
         if func._schema.is_mutable:
@@ -165,13 +169,18 @@ class Values:
         copied: Tensor = func(value, *args[1:], **kwargs)
         return copied
 
-    def _indexes_by_mask(self, packet: Any, args: Any) -> bool:
-        return packet in _BOOLEAN_INDEX and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+    def _asks_for_a_shape(self, func: Any, packet: Any, args: Any) -> bool:
+        """Whether the shape of the result depends on values; that of an index only where it is a mask."""
+        if packet in _INDEX:
+            return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+        return torch.Tag.dynamic_output_shape in func.tags
 
-    def _shape_from_values(self, func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+    def _shape_from_values(self, func: Any, packet: Any, args: Any, kwargs: Any, value: Any) -> Any:
         """The result of an operator whose shape depends on values; unknown masks are taken to be all true."""
         if value is None:
-            self._assume(f"{func.__name__} of unknown values was taken to select everything")
+            selecting = args[1] if packet in _SELECT else args
+            if any(self.value(tensor) is None for tensor in _tensors(selecting)):
+                self._assume(f"{func.__name__} of unknown values was taken to select everything")
 
             def stand_in(tensor: Tensor) -> Tensor:
                 known = self.value(tensor)

@@ -245,6 +245,21 @@ def test_steps_and_epochs_together_are_refused() -> None:
         trainer(steps=3, epochs=1)
 
 
+def test_training_twice_is_refused_and_going_on_from_the_weights_is_not() -> None:
+    first = trainer(steps=1)
+    first.train()
+    with pytest.raises(ValueError, match="this Trainer has trained already: make another, with model=trainer.model"):
+        first.train()
+    again = trainer(steps=1, model=first.model)
+    assert again.evaluate() == first.evaluate()
+
+
+def test_rows_without_tokens_are_counted_as_rows() -> None:
+    data = [CASES["plain_module"].row(number) for number in range(4)]
+    row = trainer(model=Mlp(), data=data, eval_data=None, global_batch_size=4, steps=1).train().metrics[0]
+    assert row["rows_per_second"] == pytest.approx(4 / row["step_seconds"])
+
+
 def test_evaluating_without_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="there is nothing to evaluate on: give eval_data to the Trainer"):
         trainer(eval_data=None).evaluate()

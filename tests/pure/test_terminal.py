@@ -243,7 +243,7 @@ def logged(steps: range, total_steps: int) -> list[str]:
     console = Console(file=io.StringIO(), width=80)
     with TrainingProgress(total_steps, 200 * MIB, console) as progress:
         for step in steps:
-            progress.update(step, loss=2.5, tokens_per_second=1234.5, memory_bytes=100 * MIB, peak_bytes=150 * MIB)
+            progress.update(step, loss=2.5, per_second=1234.5, memory_bytes=100 * MIB, peak_bytes=150 * MIB)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -275,7 +275,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
 
 def test_the_live_bar_is_one_line_even_with_the_longest_values(terminal: Console) -> None:
     with TrainingProgress(100_000, 1018 * MIB, terminal) as progress:
-        progress.update(99_999, loss=10.935, tokens_per_second=123_456.0, memory_bytes=1018 * MIB, peak_bytes=1018 * MIB)
+        progress.update(99_999, loss=10.935, per_second=123_456.0, memory_bytes=1018 * MIB, peak_bytes=1018 * MIB)
     assert isinstance(terminal.file, io.StringIO)
     last = terminal.file.getvalue().rpartition("\x1b[2K")[2].partition("\n")[0]
     assert last.lstrip().startswith("99999/100000 ")
@@ -286,7 +286,7 @@ def test_the_live_bar_is_one_line_even_with_the_longest_values(terminal: Console
 def test_a_note_stands_above_the_live_bar(terminal: Console) -> None:
     with TrainingProgress(10, MIB, terminal) as progress:
         progress.note("step 1: evaluation loss 2.9")
-        progress.update(1, loss=1.0, tokens_per_second=1.0, memory_bytes=MIB, peak_bytes=MIB)
+        progress.update(1, loss=1.0, per_second=1.0, memory_bytes=MIB, peak_bytes=MIB)
     assert isinstance(terminal.file, io.StringIO)
     shown = terminal.file.getvalue()
     assert shown.index("step 1: evaluation loss 2.9\n") < shown.index("1/10")
