@@ -68,7 +68,8 @@ class MemoryProfiler:
 
         hook = register_optimizer_step_pre_hook(note_gradients)
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            # acc_events only keeps older torch from warning that it is not set; there is one cycle.
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
                 yield
         finally:
             hook.remove()

@@ -195,7 +195,8 @@ class Recorder(TorchDispatchMode):
             phase = self._forced
         elif torch._C._current_autograd_node() is None:
             phase = Phase.FORWARD
-        elif self._stack and self._stack[-1][1]:
+        elif torch.is_grad_enabled() or (self._stack and self._stack[-1][1]):
+            # Backward itself wants no gradients; what is run again in it does, but for the inside of a custom function.
             phase = Phase.RECOMPUTE
         else:
             phase = Phase.BACKWARD
