@@ -117,8 +117,10 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
 
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
-    """Refuse what would change the numbers of this model (rule 2)."""
+    """Refuse what would change the numbers of this model (rule 2), and what cannot be simulated."""
     for path, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{path} has sparse gradients, whose memory depends on the data: make it with sparse=False.")
         # The class that all of torch's batch norms share.
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
             continue

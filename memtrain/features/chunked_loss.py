@@ -123,8 +123,8 @@ def chunk_loss_(model: nn.Module, chunk_tokens: int) -> Callable[[], None]:
 def refusal(model: nn.Module) -> str | None:
     """Why the loss of ``model`` cannot be chunked, or None where it can.
 
-    Heads that cap or scale their logits would train something else, so the part of the model between the hidden states
-    and the loss has to prove itself: it runs both ways on a stand-in of its own head, 8 wide, and loss and gradients
+    A head that caps its logits would train something else, so the part of the model between the hidden states and the
+    loss has to prove itself: it runs both ways on a stand-in of its own head, 8 wide, and loss and gradients
     have to agree.
     """
     if not predicts_next_token(model):
@@ -195,9 +195,10 @@ def _loss_of_stand_in(model: Any, head: nn.Linear, chunk_tokens: int | None) -> 
     width, generator = 8, torch.Generator().manual_seed(0)
     stand_in = copy.copy(model)
     stand_in.__dict__["_modules"] = dict(model._modules)
-    narrow = nn.Linear(width, head.out_features, bias=head.bias is not None, device="cpu", dtype=torch.float32)
-    for parameter in narrow.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
+    # Made without data, since its initialisation would draw from the generator that the training uses.
+    narrow = nn.Linear(width, head.out_features, bias=head.bias is not None, device="meta")
+    for name, parameter in tuple(narrow.named_parameters()):
+        setattr(narrow, name, nn.Parameter(torch.randn(parameter.shape, generator=generator)))
     # Large enough that the usual caps (30 to 50) bend the logits.
     hidden = (20 * torch.randn(1, 6, width, generator=generator)).requires_grad_()
     (name,) = (name for name, child in model.named_children() if child is head)

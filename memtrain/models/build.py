@@ -87,6 +87,7 @@ def source(model: Any) -> ModelSource:
     Raises:
         ValueError: nothing of that name is there, or it is none of the above.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(model, ModelSource):
@@ -113,20 +114,41 @@ def source(model: Any) -> ModelSource:
         )
     try:
         return FromPretrained(path, AutoConfig.from_pretrained(path))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {path!r} is neither a local folder nor a model that can be fetched: {reason}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        if local.is_dir():
+            raise ValueError(
+                f"the config.json of model {path!r} cannot be read ({_first_line(error)}): "
+                f"give a folder that this version of transformers can read."
+            ) from error
+        raise ValueError(
+            f"model {path!r} is neither a local folder nor a model that can be fetched ({_first_line(error)}): "
+            f"give a folder that save_pretrained wrote, or fetch the model first."
+        ) from error
 
 
 def _config_of(described: Mapping[str, Any]) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     settings = dict(described)
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {kind!r}, and it must be one that transformers knows, such as 'llama' or 'gpt2'.")
-    config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(
+            f"transformers refuses these settings of a {kind} model ({_first_line(error)}): correct them."
+        ) from error
     return config
+
+
+def _first_line(error: Exception) -> str:
+    """What happened, without the advice that follows."""
+    first, *rest = str(error).strip().splitlines()
+    if first.endswith(":") and rest:
+        first = f"{first} {rest[0].strip()}"
+    return first.rstrip(".")
 
 
 def model_class(config: PretrainedConfig) -> Any:

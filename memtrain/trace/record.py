@@ -238,12 +238,12 @@ class Recorder(TorchDispatchMode):
                     self.tag(parameter.grad, Kind.GRADIENT)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self._updating -= 1
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     # Tracked, not only tagged: torch.tensor(0.0), a step count, is made below dispatch.
                     self.track(value, Kind.OPTIMIZER_STATE)
+        self._updating -= 1
 
     def __enter__(self) -> Any:
         self._hooks = [

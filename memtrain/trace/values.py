@@ -209,10 +209,10 @@ def _shape(func: Any, args: Any, kwargs: Any, assume: Callable[[str], object]) -
 
 
 def _try(func: Any, args: Any, kwargs: Any) -> Any:
-    """The value of an operator, or None where the processor has no kernel for these types."""
+    """The value of an operator, or None where the processor has no kernel for these types, or refuses these values."""
     try:
         return func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
 
 

@@ -59,8 +59,8 @@ def test_without_arguments_the_quickstart_runs(ran: list[tuple[Settings, str]]) 
     assert main([]) == 0
     ((job, config_yaml),) = ran
     assert (job.recipe, job.mode, job.budget_bytes, job.headroom_bytes) == ("quickstart", "train", 256 * 2**20, 0)
-    assert (job.global_batch_size, job.steps, job.epochs, job.seed, job.max_grad_norm) == (16, 100, None, 0, 1.0)
-    assert job.optimizer == AdamW(learning_rate=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    assert (job.global_batch_size, job.steps, job.epochs, job.seed, job.max_grad_norm) == (8, 120, None, 0, 1.0)
+    assert job.optimizer == AdamW(learning_rate=2e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
     assert job.schedule == Cosine(warmup_steps=10, final_fraction=0.1)
     assert job.model.config is not None
     assert job.model.config["architectures"] == ["LlamaForCausalLM"]
@@ -139,7 +139,7 @@ def test_a_recipe_of_the_user_is_a_path(mine: Path) -> None:
 def test_a_file_named_like_a_recipe_does_not_replace_it(mine: Path) -> None:
     (mine / "quickstart.yaml").write_text(MINE)
     assert one("recipe=./quickstart.yaml").steps == 20
-    assert one("recipe=quickstart").steps == 100
+    assert one("recipe=quickstart").steps == 120
 
 
 def test_the_command_line_chooses_over_the_body_of_a_recipe(mine: Path) -> None:

@@ -1,9 +1,10 @@
-"""Each row of the kernel tables, and each substitution of the data-less run: it is right, and it is still needed."""
+"""Each row of the kernel tables: it is right, and it is still needed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,11 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.device import Device
-from memtrain.features.recompute import recompute_blocks_
-from memtrain.trace.event import Kind, Phase
+from memtrain.trace.event import Kind
 from memtrain.trace.kernels import _KERNELS, _RESULTS, _SCRATCH, as_laid_out, kernels_of, scratch_bytes
 from memtrain.trace.record import Recorder
-from memtrain.trace.simulate import DatalessRecorder, _as_if_supported, _random_states
+from memtrain.trace.simulate import DatalessRecorder
 
 aten = torch.ops.aten
 CPU = Device(
@@ -138,9 +138,9 @@ def test_attention_takes_the_path_of_the_processor(name: str, length: int) -> No
 
 
 def test_attention_without_gradients_takes_the_path_of_the_processor() -> None:
-    def forward(*inputs: Tensor) -> None:
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> None:
         with torch.no_grad():
-            nn.functional.scaled_dot_product_attention(*inputs)
+            nn.functional.scaled_dot_product_attention(query, key, value)
 
     inputs = three(16)
     assert simulated(forward, inputs) == recorded(forward, inputs)
@@ -171,20 +171,25 @@ def test_the_kernels_are_in_force_inside_only_and_for_data_less_tensors_only() -
             return func(*args, **(kwargs or {}))
 
     def listed(inputs: list[Tensor]) -> list[str]:
+        query, key, value = inputs
         operators.clear()
         with Listing():
-            nn.functional.scaled_dot_product_attention(*inputs)
+            nn.functional.scaled_dot_product_attention(query, key, value)
         return operators.copy()
 
     real = [part.detach() for part in three(16)]
     bare = [dataless(part) for part in real]
     outside, on_data = listed(bare), listed(real)
     assert "bmm.default" in outside
+    query, key, value = real
+    masked = partial(nn.functional.scaled_dot_product_attention, query, key, value, attn_mask=some_hidden(16, 16))
+    expected = masked()
     with kernels_of(CPU):
         with kernels_of(CPU):
             assert listed(bare) == ["_scaled_dot_product_flash_attention_for_cpu.default"]
         assert listed(bare) == ["_scaled_dot_product_flash_attention_for_cpu.default"]
         assert listed(real) == on_data
+        assert torch.equal(masked(), expected)
     assert listed(bare) == outside
     with pytest.raises(KeyError, match="stop"), kernels_of(CPU):
         raise KeyError("stop")
@@ -382,76 +387,3 @@ def test_scratch_memory_comes_and_goes_as_a_workspace_after_the_results() -> Non
     # The second result, one number per query, is gone when attention has returned its first.
     sums = 4 * ROWS * HEADS * 16
     assert happened == [(False, 4 * out.numel()), (False, sums), (True, size), (True, -size), (False, -sums)]
-
-
-# ---------------------------------------------------------------------------------------------- substitutions
-
-
-def weight_with_gradient() -> nn.Parameter:
-    weight = nn.Parameter(torch.empty(3, 3, device="meta"))
-    weight.grad = torch.empty(3, 3, device="meta")
-    return weight
-
-
-def test_a_fused_optimizer_takes_data_less_weights_only_as_if_supported() -> None:
-    refusal = "`fused=True` requires all the params to be floating point Tensors of supported devices"
-    with pytest.raises(RuntimeError, match=refusal):
-        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
-    with _as_if_supported(), DatalessRecorder(nn.Identity(), CPU) as recorder:
-        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
-    state = [event for event in recorder.trace().events if event.kind is Kind.OPTIMIZER_STATE]
-    assert sorted(event.bytes for event in state if event.bytes > 0) == [4, 36, 36]
-    assert {event.phase for event in state if event.bytes > 0} == {Phase.UPDATE}
-    with pytest.raises(RuntimeError, match=refusal):
-        torch.optim.AdamW([weight_with_gradient()], fused=True).step()
-
-
-def test_foreach_clipping_takes_data_less_gradients_only_as_if_supported() -> None:
-    with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
-        nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True)
-    with _as_if_supported():
-        assert nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True).shape == ()
-    with pytest.raises(RuntimeError, match="can't use the foreach API on meta tensors"):
-        nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True)
-
-
-def test_as_if_supported_leaves_real_tensors_and_every_torch_function_as_they_were() -> None:
-    from torch.nn.utils import clip_grad
-    from torch.optim import adam, adamw, optimizer
-    from torch.utils import _foreach_utils
-
-    modules = (clip_grad, adam, adamw, optimizer, _foreach_utils)
-    before = [dict(vars(module)) for module in modules]
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.full((3,), 2.0)
-    with _as_if_supported():
-        assert nn.utils.clip_grad_norm_([weight], 1.0, foreach=True).item() == pytest.approx(12**0.5)
-        assert [dict(vars(module)) for module in modules] != before
-    assert [dict(vars(module)) for module in modules] == before
-
-    def stopped() -> None:
-        with _as_if_supported():
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError, match="stop"):
-        stopped()
-    assert [dict(vars(module)) for module in modules] == before
-
-
-def states_of_the_generator(device: str, *, substituted: bool) -> int:
-    """How often two recomputed blocks save a state of the generator."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
-    recompute_blocks_(list(model.children()))
-    recorder = DatalessRecorder(model, CPU) if device == "meta" else Recorder(model)
-    with recorder, _random_states(recorder) if substituted else contextlib.nullcontext():
-        model(torch.ones(4, 3, device=device, requires_grad=True)).sum().backward()
-    return [event.bytes for event in recorder.trace().events].count(torch.get_rng_state().nbytes)
-
-
-def test_only_the_substitution_counts_the_states_of_the_generator_and_as_many_as_on_data() -> None:
-    before = torch.get_rng_state, torch.random.fork_rng
-    assert states_of_the_generator("cpu", substituted=False) == states_of_the_generator("meta", substituted=False) == 0
-    # Each block saves one in forward; one more when it runs again, to give it back.
-    assert states_of_the_generator("cpu", substituted=True) == 4
-    assert states_of_the_generator("meta", substituted=True) == 4
-    assert (torch.get_rng_state, torch.random.fork_rng) == before

@@ -225,6 +225,15 @@ def test_batch_norm_fixes_the_micro_batch_to_the_whole_batch() -> None:
         trainer(model=Normalised(), data=POINTS, eval_data=None, constraints={"micro_batch_size": 2}).train()
 
 
+def test_sparse_gradients_are_refused() -> None:
+    model = NoLoss()
+    model.table = nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(
+        ValueError, match="table has sparse gradients, whose memory depends on the data: make it with sparse=False"
+    ):
+        trainer(model=model, data=POINTS, eval_data=None).train()
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run_with_its_rows() -> None:
     bad = [{"x": torch.full((10, 24), float("nan")), "target": torch.zeros(10, 24)} for _ in range(4)]
     run = trainer(model=Mlp(), data=bad, eval_data=None, global_batch_size=4, steps=1)
@@ -248,7 +257,7 @@ def test_steps_and_epochs_together_are_refused() -> None:
 def test_training_twice_is_refused_and_going_on_from_the_weights_is_not() -> None:
     first = trainer(steps=1)
     first.train()
-    with pytest.raises(ValueError, match="this Trainer has trained already: make another, with model=trainer.model"):
+    with pytest.raises(ValueError, match=r"this Trainer has trained already: make another, with model=trainer\.model"):
         first.train()
     again = trainer(steps=1, model=first.model)
     assert again.evaluate() == first.evaluate()

@@ -316,13 +316,15 @@ def test_an_operator_without_a_data_less_form_gives_its_shapes_and_that_is_said(
     assert run.assumed == ["geqrf.default has no data-less form and ran on zeros for its shape"]
 
 
-def test_an_operator_that_the_processor_refuses_for_known_values_gives_an_unknown_one(run: Run) -> None:
-    def half_product() -> Tensor:
-        return torch.cholesky_inverse(lift(torch.eye(2, dtype=torch.float16)))
-
+@pytest.mark.parametrize(
+    ("operator", "value"),
+    [(torch.cholesky_inverse, torch.eye(2, dtype=torch.float16)), (lambda tensor: tensor.gather(0, tensor), torch.tensor([5]))],
+    ids=["type", "value"],
+)
+def test_what_the_processor_refuses_to_compute_of_known_values_is_unknown(run: Run, operator: Any, value: Tensor) -> None:
     with pytest.raises(RuntimeError):
-        torch.cholesky_inverse(torch.eye(2, dtype=torch.float16))
-    assert run(half_product) is None
+        operator(value)
+    assert run(lambda: operator(lift(value))) is None
 
 
 # ---------------------------------------------------------------------------------------------- sizes and lift
@@ -343,6 +345,22 @@ def test_values_are_kept_up_to_a_size_that_is_larger_for_whole_numbers(run: Run,
     assert run(lambda: torch.zeros_like(unknown(5))) is None
     assert run.known(lift(torch.ones(2))) == [1.0, 1.0]
     assert run.known(lift(torch.ones(3))) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.ones(1 << 40, device=META),
+        lambda: torch.ones(1 << 17).to(META),
+        lambda: torch.zeros_like(unknown(1 << 40)),
+    ],
+)
+def test_a_value_that_would_be_too_large_is_not_computed(run: Run, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*_: Any) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(values_module, "_try", unwanted)
+    assert run(function) is None
 
 
 def test_lifting_copies_the_value_and_keeps_type_and_strides(run: Run) -> None:

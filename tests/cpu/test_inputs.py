@@ -1,0 +1,228 @@
+"""What people give a Trainer, and what this machine is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from toys import BYTES
+
+from memtrain import machine
+from memtrain.data.rows import Rows
+from memtrain.device import Device
+from memtrain.inputs import check_module, load_tokenizer, rows_of
+from memtrain.job import Limit
+from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
+
+TEXT = "abc def ghi jkl"  # 15 tokens of one byte and the end of the document
+
+
+def model_of(**settings: Any) -> ModelSource:
+    """A source of a configuration; nothing is built."""
+    return source({"model_type": "gpt2", "vocab_size": 300, "bos_token_id": 1, "eos_token_id": 1, **settings})
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def rows(data: Any, model: ModelSource, *, tokenizer: Any = BYTES, sequence_length: int | None = None) -> Rows:
+    return rows_of(data, "data", model, tokenizer, sequence_length)
+
+
+@pytest.mark.parametrize("as_given", [str, Path], ids=["text", "path"])
+def test_a_text_becomes_rows_of_the_length_asked_for(text: Path, as_given: Any) -> None:
+    made = rows(as_given(text), model_of(), sequence_length=8)
+    assert len(made) == 2
+    assert made[0]["input_ids"].tolist() == BYTES.encode(TEXT)[:8]
+
+
+@pytest.mark.parametrize(("positions", "length"), [(6, 6), (1024, 1024), (4096, 1024)])
+def test_without_a_length_rows_fill_the_positions_of_the_model_up_to_1024(text: Path, positions: int, length: int) -> None:
+    # GPT-2 calls its positions n_positions.
+    made = rows(text, model_of(n_positions=positions))
+    assert made[0]["input_ids"].shape == (length,)
+
+
+def test_without_a_length_and_positions_rows_have_1024_tokens(text: Path) -> None:
+    assert rows(text, FromModule(nn.Linear(2, 2)))[0]["input_ids"].shape == (1024,)
+
+
+def test_rows_are_taken_as_given() -> None:
+    given = [{"x": torch.ones(2)}]
+    assert rows(given, FromModule(nn.Linear(2, 2)), tokenizer=None) is given
+
+
+def test_text_without_a_tokenizer_is_refused(text: Path) -> None:
+    expected = "eval_data is text, and GPT2LMHeadModel brings no tokenizer to read it with: give tokenizer."
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        rows_of(text, "eval_data", model_of(), None, None)
+
+
+def test_rows_that_cannot_be_trained_on_are_refused_by_the_name_of_the_argument() -> None:
+    with pytest.raises(ValueError, match="there is no row in eval_data"):
+        rows_of([], "eval_data", model_of(), None, None)
+
+
+def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "nothing.txt"))):
+        rows(tmp_path / "nothing.txt", model_of())
+
+
+def test_rows_longer_than_the_positions_are_refused(text: Path) -> None:
+    expected = "the rows have 9 tokens and GPT2LMHeadModel has 8 positions: shorten sequence_length to 8 or less."
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        rows(text, model_of(n_positions=8), sequence_length=9)
+    nine = [{"input_ids": torch.zeros(9, dtype=torch.long)}]
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        rows(nine, model_of(n_positions=8), tokenizer=None)
+    assert len(rows(text, model_of(n_positions=8), sequence_length=8)) == 2
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text: Path) -> None:
+    assert len(BYTES) == 259
+    assert len(rows(text, model_of(vocab_size=259), sequence_length=8)) == 2
+    expected = (
+        "the tokenizer has 259 tokens and GPT2LMHeadModel has embeddings for 258: "
+        "take the tokenizer that belongs to the model, or a larger vocab_size."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        rows(text, model_of(vocab_size=258), sequence_length=8)
+
+
+def test_rows_without_tokens_ask_nothing_of_positions_or_tokenizer() -> None:
+    given = [{"pixels": torch.ones(5000)}]
+    assert rows(given, model_of(vocab_size=1, n_positions=8)) is given
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    BYTES.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def pretrained(path: Path) -> FromPretrained:
+    model: Any = model_of()
+    return FromPretrained(str(path), model.config)
+
+
+@pytest.mark.parametrize("as_given", [str, Path], ids=["text", "path"])
+def test_a_tokenizer_is_read_from_a_path(saved: Path, as_given: Any) -> None:
+    assert load_tokenizer(as_given(saved), model_of()).get_vocab() == BYTES.get_vocab()
+
+
+def test_a_tokenizer_is_read_from_the_home_folder(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(saved.parent))
+    assert load_tokenizer(f"~/{saved.name}", model_of()).get_vocab() == BYTES.get_vocab()
+
+
+def test_without_one_the_tokenizer_is_that_beside_the_weights(saved: Path) -> None:
+    assert load_tokenizer(None, pretrained(saved)).get_vocab() == BYTES.get_vocab()
+
+
+def test_a_tokenizer_that_is_given_is_taken_whatever_lies_beside_the_weights(saved: Path) -> None:
+    given = SimpleNamespace()
+    assert load_tokenizer(given, pretrained(saved)) is given
+
+
+def test_without_one_there_is_none(tmp_path: Path) -> None:
+    assert load_tokenizer(None, pretrained(tmp_path)) is None
+    assert load_tokenizer(None, model_of()) is None
+    assert load_tokenizer(None, FromModule(nn.Linear(2, 2))) is None
+
+
+def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^there is no tokenizer at '{tmp_path}' \(.+\): give one that save_pretrained wrote\.$"
+    ):
+        load_tokenizer(str(tmp_path), model_of())
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def test_a_module_of_fp32_on_the_processor_passes() -> None:
+    partly_frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    check_module(FromModule(partly_frozen))
+    # What is built from a configuration is always of that kind, and is not built to be asked.
+    check_module(model_of())
+
+
+def in_half() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (
+            nn.Linear(2, 2).requires_grad_(False),
+            "Linear has no parameter that requires a gradient, so there is nothing to train.",
+        ),
+        (nn.ReLU(), "ReLU has no parameter that requires a gradient, so there is nothing to train."),
+        (
+            nn.Linear(2, 2, device="meta"),
+            "parameter weight is on meta, and memtrain trains on the processor: call model.cpu().",
+        ),
+        (in_half(), "parameter 1.weight is torch.bfloat16, and precision fp32 trains torch.float32: call model.float()."),
+    ],
+)
+def test_a_module_that_cannot_be_trained_is_refused(module: nn.Module, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        check_module(FromModule(module))
+
+
+# ---------------------------------------------------------------------------------------------- machine
+
+RATES = {"flops_per_second": 1e11, "bytes_per_second": 1e10, "operator_seconds": 1e-6}
+
+
+@pytest.mark.parametrize("folder", ["configs", "recipes"])
+def test_facts_are_found_beside_the_package_or_inside_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(machine.facts(folder).rglob("*.yaml"))
+    package = tmp_path / "site-packages" / "memtrain"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
+    assert machine.facts(folder) == package.parent / folder
+    (package / folder).mkdir()
+    assert machine.facts(folder) == package / folder
+
+
+@pytest.mark.parametrize("left_open", [{}, {"threads": None}])
+def test_threads_that_a_description_leaves_open_are_those_of_torch(left_open: dict[str, Any]) -> None:
+    assert machine.describe(name="cpu", kind="cpu", **RATES, **left_open).threads == torch.get_num_threads()
+
+
+def test_threads_that_a_description_names_are_taken() -> None:
+    described = machine.describe(name="big", kind="cpu", threads=64, **RATES)
+    assert described == Device(name="big", kind="cpu", threads=64, **RATES)
+
+
+def test_the_processor_is_described_by_numbers() -> None:
+    device = machine.cpu()
+    assert (device.name, device.kind, device.threads) == ("cpu", "cpu", torch.get_num_threads())
+    assert all(type(getattr(device, name)) is float and getattr(device, name) > 0 for name in RATES)
+
+
+def test_a_budget_is_the_smallest_of_what_is_asked_for_installed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
+    assert machine.budget(500).limits == (Limit("asked for", 500), Limit("installed", 1000), Limit("free now", 600))
+    assert [machine.budget(asked).tightest.source for asked in (500, 700, 5000)] == ["asked for", "free now", "free now"]
+    assert machine.budget(700, headroom_bytes=50).device_bytes == 550
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1200))
+    assert machine.budget(5000).tightest == Limit("installed", 1000)
