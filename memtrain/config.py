@@ -21,14 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.device import Device
 from memtrain.job import AdamW, Constant, Cosine, Job, Optimizer, Schedule
+from memtrain.machine import facts
 from memtrain.plan import POLICIES, parse_policy, policy_name
 from memtrain.units import parse_bytes
 
-_PACKAGE = Path(__file__).parent
-# The wheel carries configs/ and recipes/ inside the package; in a checkout they stand beside it.
-_FACTS = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
-CONFIGS = _FACTS / "configs"
-RECIPES = _FACTS / "recipes"
+CONFIGS = facts("configs")
+RECIPES = facts("recipes")
 
 MODES = ("train", "plan")
 SOURCES = ("python_docs",)

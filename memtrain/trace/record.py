@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memtrain.trace.event import DEVICE, Event, Kind, Phase, Place, Trace, Work
+from memtrain.trace.values import tensors_in
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):
             returns = func._schema.returns
             aliases = self._aliases[func] = bool(returns) and all(one.alias_info is not None for one in returns)
         if not aliases:
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
                     self._born(tensor, storage, _short_name(func), self._here())
@@ -182,7 +183,7 @@ class Recorder(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             work.flops += formula(*args, **kwargs, out_val=out)
-        for tensor in _tensors((*args, *kwargs.values(), *(out if isinstance(out, tuple | list) else (out,)))):
+        for tensor in tensors_in((*args, *kwargs.values(), *(out if isinstance(out, tuple | list) else (out,)))):
             work.bytes += tensor.numel() * tensor.element_size()
 
     # ------------------------------------------------------------------ when and where
@@ -294,14 +295,6 @@ class Recorder(TorchDispatchMode):
         if entry.phase in (Phase.FORWARD, Phase.RECOMPUTE) and outlives:
             return Kind.SAVED_ACTIVATION
         return Kind.TEMPORARY
-
-
-def _tensors(values: Any) -> Iterable[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _short_name(func: Any) -> str:

@@ -64,7 +64,7 @@ class Values:
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator: on its data-less inputs for shapes, and on their values where all are known."""
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         wanted = kwargs.get("device")
         target = None if wanted is None else torch.device(wanted).type
         if target != "meta" and not any(tensor.is_meta for tensor in tensors):
@@ -140,7 +140,7 @@ class Values:
                 self._forget(kwargs[argument.name])
 
     def _forget(self, written: Any) -> None:
-        for tensor in _tensors(written):
+        for tensor in tensors_in(written):
             if "_memtrain_value" in tensor.__dict__:
                 storage = tensor.untyped_storage()
                 gone = functools.partial(self._died, storage._cdata)
@@ -172,14 +172,14 @@ class Values:
     def _asks_for_a_shape(self, func: Any, packet: Any, args: Any) -> bool:
         """Whether the shape of the result depends on values; that of an index only where it is a mask."""
         if packet in _INDEX:
-            return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+            return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
         return torch.Tag.dynamic_output_shape in func.tags
 
     def _shape_from_values(self, func: Any, packet: Any, args: Any, kwargs: Any, value: Any) -> Any:
         """The result of an operator whose shape depends on values; unknown masks are taken to be all true."""
         if value is None:
             selecting = args[1] if packet in _SELECT else args
-            if any(self.value(tensor) is None for tensor in _tensors(selecting)):
+            if any(self.value(tensor) is None for tensor in tensors_in(selecting)):
                 self._assume(f"{func.__name__} of unknown values was taken to select everything")
 
             def stand_in(tensor: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def _try(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _attach(out: Any, value: Any) -> None:
-    for tensor, known in zip(_tensors(out), _tensors(value), strict=True):
+    for tensor, known in zip(tensors_in(out), tensors_in(value), strict=True):
         if _is_small(known):
             tensor._memtrain_value = known  # type: ignore[attr-defined]
 
@@ -232,12 +232,13 @@ def _makes_small(func: Any, args: Any, kwargs: Any) -> bool:
     return isinstance(shape, Tensor) and _is_small(shape)
 
 
-def _tensors(values: Any) -> Iterable[Tensor]:
+def tensors_in(values: Any) -> Iterable[Tensor]:
+    """The tensors among an operator's arguments or results, in order."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _mapper(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
