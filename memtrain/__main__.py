@@ -6,6 +6,7 @@ reported at once. Exit codes: 0 done, 1 a job failed, 2 the command line or a re
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,10 @@ from omegaconf import OmegaConf
 
 from memtrain.command_line import compose_jobs, help_text, parser
 from memtrain.config import Settings, settings
+
+# How long torch's threads spin while they wait for each other, in turns. By libgomp's default two runs on one machine keep each
+# other off the cores: benchmarks/shared_machine.py.
+SPIN_COUNT = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
-    from memtrain.recipe import run_recipe  # loads torch and transformers
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    # torch's C++ warnings are for its developers; one of them comes with every profile of a model that was loaded from a file.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from memtrain.recipe import run_recipe  # loads torch, which reads these variables
 
     exit_code = 0
     for number, (job, config_yaml) in enumerate(jobs):
