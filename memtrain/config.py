@@ -19,6 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device
 from memtrain.job import AdamW, Constant, Cosine, Job, Optimizer, Schedule
 from memtrain.machine import facts
@@ -243,7 +244,6 @@ def settings(cfg: DictConfig) -> Settings:
     if missing:
         raise ValueError(f"{missing[0]} has no value: set {missing[0]}=VALUE on the command line or in the recipe.")
     _require(values["mode"] in MODES, "mode", values["mode"], f"one of {', '.join(MODES)}")
-    _require(values["seed"] >= 0, "seed", values["seed"], "0 or more")
     for key in ("epochs", "evaluate_every"):
         _require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
     _one_of(values, "steps", "epochs", "set one of them to say how long the run is")
@@ -313,9 +313,13 @@ def _data(values: Mapping[str, Any]) -> DataSettings:
     source, vocab_size = values["source"], values["tokenizer"]["train_vocab_size"]
     _require(source is None or source in SOURCES, "data.source", source, f"one of {', '.join(SOURCES)}")
     _require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
-    _require(0 <= values["held_out"] < 1, "data.held_out", values["held_out"], "from 0 up to, not including, 1")
-    # Byte-level: the 256 bytes are tokens before any is learned.
-    _require(vocab_size is None or vocab_size > 256, "data.tokenizer.train_vocab_size", vocab_size, "above 256, or null")
+    _require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
+    _require(
+        vocab_size is None or vocab_size >= SMALLEST_VOCABULARY,
+        "data.tokenizer.train_vocab_size",
+        vocab_size,
+        f"{SMALLEST_VOCABULARY} or more, or null",
+    )
     return DataSettings(**{**values, "tokenizer": TokenizerSettings(**values["tokenizer"])})
 
 

@@ -30,7 +30,7 @@ def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_l
         if tokenizer is None:
             raise ValueError(f"{what} is text, and {model.name} brings no tokenizer to read it with: give tokenizer.")
         positions = _config(model, "max_position_embeddings") or _DEFAULT_SEQUENCE_LENGTH
-        length = sequence_length or min(positions, _DEFAULT_SEQUENCE_LENGTH)
+        length = min(positions, _DEFAULT_SEQUENCE_LENGTH) if sequence_length is None else sequence_length
         data = TokenRows.of(read_documents(Path(data)), tokenizer, length)
     check_rows(data, what=what)
     rows: Rows = data
@@ -87,7 +87,8 @@ def _at(path: str) -> Any:
 
 
 def _config(model: ModelSource, name: str) -> Any:
-    return getattr(getattr(model, "config", None), name, None)
+    holder = model.module if isinstance(model, FromModule) else model
+    return getattr(getattr(holder, "config", None), name, None)
 
 
 def _check_tokens(row: Row, model: ModelSource, tokenizer: Any) -> None:

@@ -102,6 +102,7 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):
             _require(
                 type(getattr(self, name)) is int and getattr(self, name) >= 1,
@@ -109,7 +110,8 @@ class Job:
                 getattr(self, name),
                 "a whole number of 1 or more",
             )
-        _require(self.schedule.warmup_steps >= 0, "warmup_steps", self.schedule.warmup_steps, "0 or more")
+        warmup_steps = self.schedule.warmup_steps
+        _require(type(warmup_steps) is int and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number of 0 or more")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
 

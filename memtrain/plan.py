@@ -220,25 +220,29 @@ def parse_constraints(written: Mapping[str, Any]) -> dict[str, Any]:
     return fixed
 
 
+class PlanRefused(ValueError):
+    """A plan would not train what the job says, or cannot be applied to the model."""
+
+
 def check(plan: Plan, job: Job) -> None:
     """Refuse a plan that would not train what the job says.
 
     Raises:
-        ValueError: with the value, the rule and the remedy.
+        PlanRefused: with the value, the rule and the remedy.
     """
     if plan.micro_batch_size > job.global_batch_size or job.global_batch_size % plan.micro_batch_size:
-        raise ValueError(
+        raise PlanRefused(
             f"micro_batch_size {plan.micro_batch_size} does not divide global_batch_size {job.global_batch_size}: "
             f"choose one of {', '.join(map(str, micro_batch_sizes(job)))}."
         )
     if isinstance(plan.update, DuringBackward):
         if job.max_grad_norm is not None:
-            raise ValueError(
+            raise PlanRefused(
                 f"an update during backward never has the whole gradient that max_grad_norm {job.max_grad_norm} bounds: "
                 f"set max_grad_norm to null or update after backward."
             )
         if plan.micro_batch_size != job.global_batch_size:
-            raise ValueError(
+            raise PlanRefused(
                 f"an update during backward needs the whole batch in one backward, and micro_batch_size "
                 f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size}: "
                 f"set micro_batch_size to {job.global_batch_size} or update after backward."

@@ -7,7 +7,8 @@ one order; the step has no branch for any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from memtrain.features.update import nothing_left, update_after_backward, update
 from memtrain.job import Job
 from memtrain.models.blocks import blocks
 from memtrain.models.objective import Objective, objective
-from memtrain.plan import ChunkedLogits, DuringBackward, Fused, Plan, Recompute, check
+from memtrain.plan import ChunkedLogits, DuringBackward, Fused, Plan, PlanRefused, Recompute, check
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Run:
         objective: what the loss is a mean over.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
         update: changes the weights, frees the gradients and returns the gradient's norm.
-        undo: what takes each feature off the model again.
+        release: gives the model back as it was built, but for its weights; the run is over.
     """
 
     model: nn.Module
@@ -55,7 +56,7 @@ class Run:
     objective: Objective
     forward_backward: Callable[[Sequence[Batch]], Tensor]
     update: Callable[[], Tensor | None]
-    undo: Sequence[Callable[[], None]] = ()
+    release: Callable[[], None]
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of one effective batch."""
@@ -65,72 +66,87 @@ class Run:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """The mean loss over the counted items of all batches (at least one), a scalar, with dropout off."""
-        self.model.eval()
         losses, counts = [], []
-        try:
+        with _modes_restored(self.model):
+            self.model.eval()
             for batch in batches:
                 counts.append(self.objective.count(batch))
                 losses.append(self.objective.loss(self.model, batch) * counts[-1])
-        finally:
-            self.model.train()
         return torch.stack(losses).sum() / torch.stack(counts).sum()
 
-    def release(self) -> None:
-        """Give the model back as it was built, but for its weights. The run is over."""
-        for undo in reversed(self.undo):
-            undo()
+
+@contextmanager
+def _modes_restored(model: nn.Module) -> Iterator[None]:
+    """Give each module back its own mode: a part that is kept in evaluation mode stays there."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
-    """Apply a plan to a model and return the run that trains it. The model is changed in place.
+    """Apply a plan to a model and return the run that trains it. The model is changed in place until the run is released.
+
+    The whole model trains: parts in evaluation mode are set to training mode, and gradients that are there are freed.
 
     Raises:
-        ValueError: the plan would not train what the job says, or cannot be applied to this model.
+        PlanRefused: the plan would not train what the job says, or cannot be applied to this model; nothing is changed.
     """
     check(plan, job)
     _check_model(plan, job, model)
-    model.train()
     what = objective(model)
-
-    # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them, and
-    # the optimizer comes when no feature replaces a parameter any more.
-    undo: list[Callable[[], None]] = []
-    if isinstance(plan.activations, Recompute):
-        undo.append(recompute_blocks_(list(blocks(model).values()), plan.activations.every))
-    if isinstance(plan.loss, ChunkedLogits):
-        undo.append(chunk_loss_(model, plan.loss.chunk_tokens))
-    optimizer = adamw(
-        model.parameters(),
-        learning_rate=job.optimizer.learning_rate,
-        betas=job.optimizer.betas,
-        eps=job.optimizer.eps,
-        weight_decay=job.optimizer.weight_decay,
-        fused=isinstance(plan.optimizer_kernel, Fused),
-    )
     update: Callable[[], Tensor | None]
-    if isinstance(plan.update, DuringBackward):
-        undo.append(update_during_backward_(optimizer))
-        update = nothing_left
-    else:
-        update = update_after_backward(optimizer, job.max_grad_norm)
-    return Run(model, optimizer, what, _forward_backward(model, what), update, undo)
+    undo = ExitStack()
+    try:
+        undo.enter_context(_modes_restored(model))
+        model.train()
+        # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them,
+        # and the optimizer comes when no feature replaces a parameter any more.
+        try:
+            if isinstance(plan.activations, Recompute):
+                undo.callback(recompute_blocks_(list(blocks(model).values()), plan.activations.every))
+            if isinstance(plan.loss, ChunkedLogits):
+                undo.callback(chunk_loss_(model, plan.loss.chunk_tokens))
+        except ValueError as refusal:
+            raise PlanRefused(str(refusal)) from refusal
+        optimizer = adamw(
+            model.parameters(),
+            learning_rate=job.optimizer.learning_rate,
+            betas=job.optimizer.betas,
+            eps=job.optimizer.eps,
+            weight_decay=job.optimizer.weight_decay,
+            fused=isinstance(plan.optimizer_kernel, Fused),
+        )
+        optimizer.zero_grad(set_to_none=True)
+        undo.callback(optimizer.zero_grad, set_to_none=True)
+        if isinstance(plan.update, DuringBackward):
+            undo.callback(update_during_backward_(optimizer))
+            update = nothing_left
+        else:
+            update = update_after_backward(optimizer, job.max_grad_norm)
+        return Run(model, optimizer, what, _forward_backward(model, what), update, undo.close)
+    except BaseException:
+        undo.close()
+        raise
 
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
     """Refuse what would change the numbers of this model (rule 2), and what cannot be simulated."""
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ValueError(f"{path} has sparse gradients, whose memory depends on the data: make it with sparse=False.")
+            raise PlanRefused(f"{path} has sparse gradients, whose memory depends on the data: make it with sparse=False.")
         # The class that all of torch's batch norms share.
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
         if plan.micro_batch_size != job.global_batch_size:
-            raise ValueError(
+            raise PlanRefused(
                 f"{path} normalises over the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else "
                 f"than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
             )
-        if isinstance(plan.activations, Recompute):
-            raise ValueError(
+        if isinstance(plan.activations, Recompute) and module.track_running_stats:
+            raise PlanRefused(
                 f"{path} counts each forward in its running statistics, and recomputing it counts twice: keep the activations."
             )
 

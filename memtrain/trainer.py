@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from memtrain import machine
 from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
+from memtrain.data.rows import check_row
 from memtrain.device import Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
 from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
 from memtrain.metrics import RunFolder
 from memtrain.models.build import FromModule, source
-from memtrain.models.objective import check_names
+from memtrain.models.objective import check_suits
 from memtrain.plan import parse_constraints, to_dict
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
@@ -123,12 +124,14 @@ class Trainer:
         self.job = Job(
             model=self.source.name,
             global_batch_size=global_batch_size,
-            steps=steps_for(epochs or 1, len(self.rows), global_batch_size) if steps is None else steps,
+            steps=steps_for(1 if epochs is None else epochs, len(self.rows), global_batch_size) if steps is None else steps,
             optimizer=optimizer or AdamW(),
             schedule=schedule or Cosine(),
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
+        if evaluate_every is not None and evaluate_every < 1:
+            raise ValueError(f"evaluate_every is {evaluate_every}, and it must be 1 or more steps, or None.")
         self._evaluate_every = evaluate_every
         # What the speed of a step is given in.
         self._counts = "tokens" if "input_ids" in self.rows[0] else "rows"
@@ -154,7 +157,10 @@ class Trainer:
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
         predictor = Predictor(self.job, self.source, shapes, self.device, evaluation_rows=evaluation_rows)
-        check_names(predictor.model, first)
+        check_suits(predictor.model, self.rows, "data")
+        if self.eval_rows is not None:
+            check_row(self.eval_rows[0], first, index=0, what="eval_data, compared with data,")
+            check_suits(predictor.model, self.eval_rows, "eval_data")
         chosen = choose(predictor, self.budget, self._constraints)
         if self.folder is not None:
             self.folder.write_yaml("plan.yaml", to_dict(chosen.plan))
@@ -243,6 +249,8 @@ class Trainer:
         if self._model is None:
             from accelerate.utils import set_seed
 
+            # The prediction counts the scratch memory of so many threads.
+            torch.set_num_threads(self.device.threads)
             set_seed(self.job.seed)
             if isinstance(self.source, FromModule):
                 self._model = self.source.load()
@@ -285,7 +293,7 @@ class Trainer:
         counted = self.job.global_batch_size * (len(self.rows[0]["input_ids"]) if self._counts == "tokens" else 1)
         if not math.isfinite(loss):
             raise ValueError(
-                f"the loss of step {step + 1} is {loss}, and training on would spoil the weights: "
+                f"the loss of step {step + 1} is {loss} and has spoilt the weights: "
                 f"lower the learning rate of {rate:g}, or look at rows {batches.indices(step)}."
             )
         row = {

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 import torch
 
 from memtrain.data.rows import Batch, Row, Rows, check_row
-
-
-def collate(rows: Sequence[Row]) -> Batch:
-    """Stack rows: each key's tensors get a batch dimension in front.
-
-    Raises:
-        ValueError: a row differs from the first one (:func:`memtrain.data.rows.check_row`).
-    """
-    return _batch(rows, range(len(rows)), "the batch")
 
 
 def _batch(rows: Rows, indices: Iterable[int], what: str) -> Batch:

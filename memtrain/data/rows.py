@@ -120,9 +120,14 @@ def check_rows(rows: object, *, what: str) -> None:
     if count == 0:
         raise ValueError(f"there is no row in {what}, and training needs 1 or more: give rows.")
     first = rows[0]
-    middle = max(_CHECKED_AT_EACH_END, count - _CHECKED_AT_EACH_END)
-    for index in chain(range(min(count, _CHECKED_AT_EACH_END)), range(middle, count)):
+    for index in checked(count):
         check_row(rows[index], first, index=index, what=what)
+
+
+def checked(count: int) -> Iterable[int]:
+    """The numbers of the rows that are looked at before training: all of 10,000, else those at either end."""
+    middle = max(_CHECKED_AT_EACH_END, count - _CHECKED_AT_EACH_END)
+    return chain(range(min(count, _CHECKED_AT_EACH_END)), range(middle, count))
 
 
 def check_row(row: object, first: Row, *, index: int, what: str) -> None:

@@ -71,7 +71,8 @@ def _add_chunk(
     """
     logits = nn.functional.linear(hidden, weight, bias).float()
     counted = target != IGNORED
-    label = target.clamp(min=0).unsqueeze(-1)
+    # Only what is ignored is replaced: gather refuses any other label outside the vocabulary.
+    label = target.masked_fill(~counted, 0).unsqueeze(-1)
     logits.sub_(logits.amax(dim=-1, keepdim=True))
     picked = logits.gather(-1, label)
     normaliser = logits.exp_().sum(dim=-1, keepdim=True)

@@ -1,8 +1,8 @@
 """A trace for any micro-batch size from the traces of two.
 
 For one plan and one sequence length, a step does the same operations at every micro-batch size, and each storage's size
-is an affine function of it: bytes = fixed + per_row × rows. Two traces give both. The planner simulates the plan it
-chooses whole, and a difference from the extension is an error.
+is an affine function of it: bytes = fixed + per_row × rows. Two traces give both. (Not so where the number of operations
+follows the size: logits in chunks.) The planner simulates the plan it chooses whole.
 """
 
 from __future__ import annotations

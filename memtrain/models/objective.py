@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memtrain.data.rows import IGNORED, Batch
+from memtrain.data.rows import IGNORED, Batch, Row, Rows, checked
 
 
 @dataclass(frozen=True)
@@ -54,28 +54,59 @@ def objective(model: nn.Module) -> Objective:
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether a transformers model's loss is that of a causal language model, which shifts the labels by one itself."""
-    # Looked up by module name, so that a model which is not of transformers does not import it.
-    losses = sys.modules.get("transformers.loss.loss_utils")
-    shifts = losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss
-    # Encoder-decoder models carry that loss function too, but use it nowhere: their labels arrive shifted.
+    # transformers gives this loss function to every model of its own whose loss it does not know, so the class has to be
+    # that of a language model too. Encoder-decoder models carry it and use it nowhere: their labels arrive shifted.
+    if "transformers" not in sys.modules or not hasattr(model, "loss_function"):
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    is_language_model = any(base.__name__ in names for base in type(model).__mro__)
+    shifts = is_language_model or getattr(model, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
     return shifts and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def check_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse rows that the model's forward cannot take.
+def check_suits(model: nn.Module, rows: Rows, what: str) -> None:
+    """Refuse rows that the model cannot be trained on, before it is.
 
     Raises:
-        ValueError: a name is no argument of forward.
+        ValueError: forward takes other names, a row counts nothing in the loss, or a token is not in the vocabulary.
     """
+    _check_names(model, rows[0], what)
+    count = objective(model).count
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    for index in checked(len(rows)):
+        row = rows[index]
+        if not count({name: tensor.unsqueeze(0) for name, tensor in row.items()}):
+            raise ValueError(
+                f"row {index} of {what} has no label that counts (a causal model predicts none for the first token): "
+                f"leave the row out."
+            )
+        ids = row.get("input_ids")
+        if ids is not None and vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"row {index} of {what} has tokens from {int(ids.min())} to {int(ids.max())}, and {type(model).__name__} knows 0 to "
+                f"{vocabulary - 1}: take the tokenizer that belongs to the model."
+            )
+
+
+def _check_names(model: nn.Module, row: Row, what: str) -> None:
     accepted = inspect.signature(model.forward).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-        return
-    for name in names:
+    name_of = type(model).__name__
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    for name in () if any_name else row:
         if name not in accepted:
             raise ValueError(
-                f"the rows hold {name!r}, and {type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}: "
+                f"{what} has {name!r} in its rows, and {name_of}.forward takes {', '.join(accepted) or 'nothing'}: "
                 f"name the rows' tensors like its arguments."
             )
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [name for name, one in accepted.items() if one.default is one.empty and one.kind in positional]
+    if predicts_next_token(model):
+        needed.append("labels")
+    for name in needed:
+        if name not in row:
+            raise ValueError(f"{what} has no {name!r} in its rows, and {name_of} needs it for its loss: add it to every row.")
 
 
 def _shifted_labels(batch: Batch) -> Tensor:

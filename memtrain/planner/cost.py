@@ -30,6 +30,7 @@ class CostModel:
         small, large: work per phase of one micro-batch, at the two sizes.
         small_size, large_size: these sizes.
         tokens_per_row: rows of logits per row of the batch.
+        blocks: repeated blocks of the model.
         parameters: number of parameter tensors that are updated.
         parameter_bytes: their bytes.
     """
@@ -41,6 +42,7 @@ class CostModel:
     large: Mapping[Phase, Work]
     large_size: int
     tokens_per_row: int
+    blocks: int
     parameters: int
     parameter_bytes: int
 
@@ -49,7 +51,8 @@ class CostModel:
         forward = self._work(Phase.FORWARD, plan.micro_batch_size)
         seconds = self._seconds(forward) + self._seconds(self._work(Phase.BACKWARD, plan.micro_batch_size))
         if isinstance(plan.activations, Recompute):
-            seconds += self._seconds(forward) / plan.activations.every
+            # The whole forward stands for its blocks: embedding, head and loss are a part of it that is not run again.
+            seconds += self._seconds(forward) * (self.blocks // plan.activations.every) / max(1, self.blocks)
         if isinstance(plan.loss, ChunkedLogits):
             chunks = -(-plan.micro_batch_size * self.tokens_per_row // plan.loss.chunk_tokens)
             seconds += chunks * _OPERATORS_PER_CHUNK * self.device.operator_seconds

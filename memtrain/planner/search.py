@@ -1,7 +1,7 @@
 """The choice: the fastest plan that fits.
 
 Plans are ranked by the cost model, which knows nothing of the budget, and tried in that order until one fits; so a larger
-budget never gives a slower plan. The plan that is chosen is simulated whole, and what was inferred has to agree.
+budget never gives a slower plan. The plan that is chosen is simulated whole, whatever was inferred before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from memtrain.job import Budget, Job
 from memtrain.memory.footprint import Footprint, footprint
-from memtrain.plan import ChunkedLogits, DuringBackward, Plan, Recompute, check
+from memtrain.plan import ChunkedLogits, DuringBackward, Plan, PlanRefused, Recompute, check
 from memtrain.planner.candidates import candidates
 from memtrain.planner.choice import Choice, NoPlanFits, Rejected
 from memtrain.planner.predict import Predictor
@@ -29,23 +29,26 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
 
     Raises:
         NoPlanFits: with the smallest plan and the bytes that are missing.
-        ValueError: the constraints leave no plan that trains the job.
+        PlanRefused: the constraints leave no plan that trains the job.
     """
     started = time.perf_counter()
     cost = predictor.cost_model(lambda size: Plan(micro_batch_size=size))
     ranked = sorted(candidates(predictor.job, predictor.blocks, constraints or {}), key=cost.step_seconds)
     possible, refusals = _possible(ranked, predictor.job)
     if not possible:
-        raise ValueError(next(iter(refusals.values())).reason)
+        raise PlanRefused(next(iter(refusals.values())).reason)
     _require_a_plan_that_fits(possible, predictor, budget)
 
     rejected: list[Rejected] = []
     for plan in possible:
         try:
             predicted = footprint(predictor.inferred(plan))
-        except ValueError as refusal:
+        except PlanRefused as refusal:
             _add_refusal(refusals, plan, str(refusal))
             continue
+        if predicted.fits(budget):
+            # What was inferred proves itself: the chosen plan is simulated whole, and only that counts.
+            predicted = footprint(predictor.trace(plan))
         if predicted.fits(budget):
             break
         over = format_bytes(predicted.missing_bytes(budget))
@@ -55,11 +58,6 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
     else:
         raise AssertionError("a plan fitted when the smallest were tried and no longer does")
 
-    trace = predictor.trace(plan)
-    whole = footprint(trace)
-    assert whole.peak_allocated_bytes == predicted.peak_allocated_bytes, (
-        f"{plan}: {predicted.peak_allocated_bytes} bytes inferred, {whole.peak_allocated_bytes} simulated"
-    )
     faster = {other: position for position, other in enumerate(ranked[: ranked.index(plan)])}
     rejected += [refused for refused in refusals.values() if refused.plan in faster]
     return Choice(
@@ -67,8 +65,8 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         budget=budget,
         device=predictor.device,
         plan=plan,
-        footprint=whole,
-        trace=trace,
+        footprint=predicted,
+        trace=predictor.trace(plan),
         step_seconds=cost.step_seconds(plan),
         rejected=tuple(sorted(rejected, key=lambda entry: faster[entry.plan])),
         planning_seconds=time.perf_counter() - started,
@@ -82,7 +80,7 @@ def _possible(ranked: Sequence[Plan], job: Job) -> tuple[list[Plan], dict[str, R
     for plan in ranked:
         try:
             check(plan, job)
-        except ValueError as refusal:
+        except PlanRefused as refusal:
             _add_refusal(refusals, plan, str(refusal))
         else:
             possible.append(plan)
@@ -106,7 +104,7 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
     for plan in sorted((plan for plan in possible if plan.micro_batch_size in extremes), key=_thrift):
         try:
             predicted = footprint(predictor.inferred(plan))
-        except ValueError as refusal:
+        except PlanRefused as refusal:
             reason = str(refusal)
             continue
         if predicted.fits(budget):
@@ -114,7 +112,7 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
         if smallest is None or predicted.peak_allocated_bytes < smallest[0].peak_allocated_bytes:
             smallest = predicted, plan
     if smallest is None:
-        raise ValueError(reason)
+        raise PlanRefused(reason)
     predicted, plan = smallest
     missing = predicted.missing_bytes(budget)
     raise NoPlanFits(

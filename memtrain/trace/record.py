@@ -140,10 +140,6 @@ class Recorder(TorchDispatchMode):
         """Run one operator; the data-less run replaces this."""
         return func(*args, **kwargs)
 
-    def place_of(self, tensor: Tensor) -> Place:
-        """Where a tensor counts."""
-        return DEVICE
-
     def scratch(self, func: Any, args: Any, kwargs: Any) -> int:
         """Bytes that the kernel allocates and frees inside itself; none are seen from outside."""
         return 0
@@ -156,7 +152,7 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, tensor: Tensor, storage: Any, operator: str, module: str) -> None:
         last_dim = tensor.shape[-1] if tensor.dim() > 1 else 0
-        entry = self._new(storage.nbytes(), operator, module, self.place_of(tensor), last_dim)
+        entry = self._new(storage.nbytes(), operator, module, DEVICE, last_dim)
         key = storage._cdata
 
         def died(_: Any) -> None:

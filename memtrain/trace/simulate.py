@@ -124,7 +124,7 @@ def record(
     recorder.mark("load")
     with recorder.phase(Phase.LOAD):
         recorder.track_weights()
-    for number in (1, 2):
+    for number in range(1, min(2, job.steps) + 1):
         recorder.mark(f"step {number}")
         # The rows of a step wait together; those of the micro-batches that are not run are held as one.
         held = batch_of(job.global_batch_size - stepped * plan.micro_batch_size)

@@ -16,7 +16,7 @@ from toys import CASES, batch
 
 from memtrain.data.rows import IGNORED
 from memtrain.models.build import source
-from memtrain.models.objective import Objective, check_names, objective, predicts_next_token
+from memtrain.models.objective import Objective, check_suits, objective, predicts_next_token
 
 TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -195,18 +195,38 @@ def test_rows_with_a_name_that_forward_does_not_take_are_refused() -> None:
     class Nothing(nn.Module):
         def forward(self) -> None: ...
 
-    check_names(Two(), ["x"])
-    check_names(Two(), ["x", "y"])
+    one = torch.ones(1)
+    check_suits(Two(), [{"x": one}], "data")
+    check_suits(Two(), [{"x": one, "y": one}], "data")
     with pytest.raises(
-        ValueError, match=r"^the rows hold 'z', and Two\.forward takes x, y: name the rows' tensors like its arguments\.$"
+        ValueError,
+        match=r"^data has 'z' in its rows, and Two\.forward takes x, y: name the rows' tensors like its arguments\.$",
     ):
-        check_names(Two(), ["x", "z"])
-    with pytest.raises(ValueError, match=r"the rows hold 'x', and Nothing\.forward takes nothing: name"):
-        check_names(Nothing(), ["x"])
+        check_suits(Two(), [{"x": one, "z": one}], "data")
+    with pytest.raises(ValueError, match=r"data has 'x' in its rows, and Nothing\.forward takes nothing: name"):
+        check_suits(Nothing(), [{"x": one}], "data")
+    with pytest.raises(
+        ValueError, match=r"^data has no 'x' in its rows, and Two needs it for its loss: add it to every row\.$"
+    ):
+        check_suits(Two(), [{"y": one}], "data")
+
+
+def test_a_causal_model_needs_labels_that_count_and_tokens_that_it_knows() -> None:
+    model, ids = built("llama"), torch.tensor([3, 4, 5])
+    check_suits(model, [{"input_ids": ids, "labels": ids}], "data")
+    with pytest.raises(ValueError, match="data has no 'labels' in its rows, and LlamaForCausalLM needs it for its loss"):
+        check_suits(model, [{"input_ids": ids}], "data")
+    only_first = torch.tensor([3, IGNORED, IGNORED])
+    with pytest.raises(
+        ValueError, match=r"row 1 of data has no label that counts \(a causal model predicts none for the first"
+    ):
+        check_suits(model, [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": only_first}], "data")
+    with pytest.raises(ValueError, match="row 0 of data has tokens from 3 to 32, and LlamaForCausalLM knows 0 to 31: take the"):
+        check_suits(model, [{"input_ids": torch.tensor([3, 32]), "labels": torch.tensor([3, 32])}], "data")
 
 
 def test_a_forward_that_takes_any_name_takes_all() -> None:
     class Open(nn.Module):
         def forward(self, **anything: Tensor) -> None: ...
 
-    check_names(Open(), ["x", "z"])
+    check_suits(Open(), [{"x": torch.ones(1), "z": torch.ones(1)}], "data")

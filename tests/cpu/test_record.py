@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 from memtrain.device import Device
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.features.update import update_during_backward_
-from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Place, Trace
+from memtrain.trace.event import Event, Kind, Phase, Trace
 from memtrain.trace.record import Recorder
 from memtrain.trace.simulate import DatalessRecorder
 
@@ -295,22 +295,6 @@ def test_a_workspace_comes_and_goes_after_the_results_of_its_operator_and_is_the
         (100, "workspace", "first.linear"),
         (-100, "workspace", "first.linear"),
         (A, "temporary", "first"),
-    ]
-
-
-def test_a_place_is_where_the_recorder_says() -> None:
-    class Spread(Recorder):
-        def place_of(self, tensor: Tensor) -> Place:
-            return HOST if tensor.dtype is torch.int64 else DEVICE
-
-    with Spread(nn.Identity()) as recorder:
-        torch.zeros(1)
-        torch.zeros(1, dtype=torch.int64)
-    assert [(event.bytes, event.place) for event in recorder.trace().events] == [
-        (4, DEVICE),
-        (-4, DEVICE),
-        (8, HOST),
-        (-8, HOST),
     ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 from toys import BYTES
 
-from memtrain.data.batches import StepBatches, collate, evaluation_batches, steps_for
+from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
 from memtrain.data.rows import IGNORED, Batch, TokenRows, check_row, check_rows
 from memtrain.data.tokenizer import train_tokenizer
 
@@ -180,8 +180,6 @@ def test_a_row_unlike_row_0_is_named_by_the_check_and_by_every_batch(bad: Batch,
     rows = [row(0), row(1), row(2), bad]
     with pytest.raises(ValueError, match=f"row 3 of my rows {fault}"):
         check_rows(rows, what="my rows")
-    with pytest.raises(ValueError, match=f"row 3 of the batch {fault}"):
-        collate(rows)
     # A batch of one row has nothing to differ from but row 0 of all rows.
     with pytest.raises(ValueError, match=f"row 3 of the training rows {fault}"):
         StepBatches(rows, global_batch_size=4, seed=0).micro_batches(0, 1)
@@ -240,7 +238,7 @@ sizes = {"count": st.integers(1, 12), "global_batch_size": st.integers(1, 30), "
 
 
 def test_rows_stack_key_by_key() -> None:
-    batch = collate([row(0, mask=torch.ones(3)), row(4, mask=torch.zeros(3))])
+    (batch,) = evaluation_batches([row(0, mask=torch.ones(3)), row(4, mask=torch.zeros(3))], 2)
     assert list(batch) == ["input_ids", "mask"]
     assert torch.equal(batch["input_ids"], torch.tensor([[0, 1], [4, 5]]))
     assert torch.equal(batch["mask"], torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))

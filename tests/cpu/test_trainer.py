@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 from toys import BYTES, CASES, Mlp
 
-from memtrain import AdamW, Constant, NoPlanFits, Trainer
+from memtrain import AdamW, Constant, NoPlanFits, Trainer, machine
 from memtrain.plan import ChunkedLogits, DuringBackward, from_dict
 from memtrain.units import format_bytes
 
@@ -66,7 +67,7 @@ def test_a_run_learns_fits_and_is_predicted(tmp_path: Path) -> None:
 
 
 def test_the_run_folder_holds_the_plan_the_metrics_and_a_model_that_reloads(tmp_path: Path) -> None:
-    run = trainer(data=str(text_file(tmp_path)), eval_data=rows(3), tokenizer=BYTES, run_dir=tmp_path / "run")
+    run = trainer(data=str(text_file(tmp_path)), eval_data=rows(3, 64), tokenizer=BYTES, run_dir=tmp_path / "run")
     result = run.train()
     folder = tmp_path / "run"
     assert from_dict(yaml.safe_load((folder / "plan.yaml").read_text())) == run.choice.plan
@@ -83,7 +84,7 @@ def test_the_run_folder_holds_the_plan_the_metrics_and_a_model_that_reloads(tmp_
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     reloaded = AutoModelForCausalLM.from_pretrained(folder / "model")
-    again = trainer(model=reloaded, eval_data=rows(3))
+    again = trainer(model=reloaded, data=rows(8, 64), eval_data=rows(3, 64))
     assert again.evaluate() == pytest.approx(result.evaluations[-1][1], abs=1e-6)
     assert AutoTokenizer.from_pretrained(folder / "model").encode("fox") == BYTES.encode("fox")
 
@@ -203,17 +204,79 @@ def test_a_budget_that_nothing_fits_names_the_smallest_plan_and_the_missing_byte
 def test_a_model_without_a_loss_is_refused() -> None:
     run = trainer(model=NoLoss(), data=POINTS, eval_data=None)
     with pytest.raises(
-        ValueError, match=r"NoLoss returned a tensor of shape \(8, 2\) where its loss was expected: return a scalar"
+        ValueError, match=r"NoLoss returned a tensor of shape \(1, 2\) where its loss was expected: return a scalar"
     ):
         run.train()
 
 
 def test_rows_that_the_model_cannot_take_are_refused() -> None:
-    run = trainer(model=Mlp(), data=POINTS, eval_data=None)
-    with pytest.raises(ValueError, match=r"the rows hold 'y'|Mlp.forward takes x, target") as refused:
+    with pytest.raises(ValueError, match=r"data has 'y' in its rows, and Mlp.forward takes x, target: name the rows' tensors"):
         trainer(model=Mlp(), data=[{"x": torch.randn(10, 24), "y": torch.randn(10, 24)}], eval_data=None).train()
-    assert "name the rows' tensors like its arguments" in str(refused.value)
-    assert run.rows is POINTS
+    with pytest.raises(ValueError, match="data has no 'target' in its rows, and Mlp needs it for its loss"):
+        trainer(model=Mlp(), data=[{"x": torch.randn(10, 24)}], eval_data=None).train()
+
+
+def test_evaluation_rows_unlike_the_training_rows_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"row 0 of eval_data, compared with data, has 'input_ids' as .* of shape \(16,\) where"
+    ):
+        trainer(eval_data=rows(2, 16)).train()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"steps": None, "epochs": 0}, "epochs is 0"),
+        ({"evaluate_every": 0}, "evaluate_every is 0, and it must be 1 or more steps, or None."),
+        ({"seed": -1}, "seed is -1, and it must be a whole number from 0 to 4294967295."),
+        ({"optimizer": None, "schedule": Constant(warmup_steps=1.5)}, "warmup_steps is 1.5, and it must be a whole number"),
+    ],
+)
+def test_a_wrong_argument_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        trainer(**given)
+
+
+class Counting(Mlp):
+    """Looks at a value of its input, as a data-less tensor has none."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x.detach().numpy()
+        return super().forward(x, target)
+
+
+def test_a_model_that_does_not_run_without_data_is_refused_with_the_reason() -> None:
+    data = [CASES["plain_module"].row(number) for number in range(4)]
+    with pytest.raises(ValueError, match=r"Counting does not run without data \(\w+: .*\): take what looks at values"):
+        trainer(model=Counting(), data=data, eval_data=None).train()
+
+
+def test_gradients_and_modes_of_the_users_module_are_not_mixed_into_the_run() -> None:
+    data = [CASES["plain_module"].row(number) for number in range(4)]
+
+    def first_step(module: Mlp) -> dict[str, float]:
+        settings = {"eval_data": data, "global_batch_size": 4, "steps": 1}
+        return dict(trainer(model=module, data=data, **settings).train().metrics[1])
+
+    def made() -> Mlp:
+        torch.manual_seed(0)
+        return Mlp()
+
+    module = made()
+    module.eval()
+    module.blocks.train()
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1000.0)
+    assert first_step(module)["grad_norm"] == first_step(made())["grad_norm"]
+    assert (module.training, module.blocks.training, module.norm.training) == (False, True, False)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_the_run_uses_the_threads_it_was_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    trainer(device=dataclasses.replace(machine.cpu(), threads=3), steps=1).train()
+    assert asked == [3]
 
 
 def test_batch_norm_fixes_the_micro_batch_to_the_whole_batch() -> None:
@@ -237,9 +300,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_a_loss_that_is_not_a_number_stops_the_run_with_its_rows() -> None:
     bad = [{"x": torch.full((10, 24), float("nan")), "target": torch.zeros(10, 24)} for _ in range(4)]
     run = trainer(model=Mlp(), data=bad, eval_data=None, global_batch_size=4, steps=1)
-    with pytest.raises(
-        ValueError, match=r"the loss of step 1 is nan, and training on would spoil the weights: .* rows \[\d, \d, \d, \d\]"
-    ):
+    with pytest.raises(ValueError, match=r"the loss of step 1 is nan and has spoilt the weights: .* rows \[\d, \d, \d, \d\]"):
         run.train()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memtrain.features.optimizers import adamw
 from memtrain.features.replace import replace_
-from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
+from memtrain.features.update import update_after_backward, update_during_backward_
 
 
 def network() -> nn.Module:
@@ -188,10 +188,6 @@ def test_a_frozen_weight_is_not_updated_during_backward() -> None:
     loss_of(model, 0).backward()
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["1.weight", "1.bias", "3.weight", "3.bias"]
-
-
-def test_nothing_is_left_to_update_after_it() -> None:
-    assert nothing_left() is None  # type: ignore[func-returns-value]
 
 
 # ---------------------------------------------------------------------------------------------- replace

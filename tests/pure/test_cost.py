@@ -27,6 +27,7 @@ COST = CostModel(
     large=WORK[2],
     large_size=2,
     tokens_per_row=10,
+    blocks=4,
     parameters=2,
     parameter_bytes=20,
 )
@@ -39,8 +40,8 @@ def test_a_phase_takes_the_longer_of_arithmetic_and_traffic_and_a_time_per_opera
     assert COST.step_seconds(Plan(micro_batch_size=rows)) == seconds + UPDATE
 
 
-@pytest.mark.parametrize(("every", "extra"), [(1, 34.0), (2, 17.0), (4, 8.5)])
-def test_recomputing_one_block_in_k_takes_a_kth_of_forward_again(every: int, extra: float) -> None:
+@pytest.mark.parametrize(("every", "extra"), [(1, 34.0), (2, 17.0), (3, 8.5), (4, 8.5)])
+def test_recomputing_takes_the_recomputed_blocks_share_of_forward_again(every: int, extra: float) -> None:
     assert COST.step_seconds(Plan(micro_batch_size=8, activations=Recompute(every))) == 61 + extra + UPDATE
 
 
@@ -70,6 +71,7 @@ def test_a_job_of_one_micro_batch_size_needs_only_that_one_measured() -> None:
         large=WORK[1],
         large_size=1,
         tokens_per_row=10,
+        blocks=4,
         parameters=2,
         parameter_bytes=20,
     )
@@ -90,6 +92,7 @@ def test_no_plan_takes_less_than_its_update(forward: tuple[Work, Work], backward
         large={Phase.FORWARD: forward[1], Phase.BACKWARD: backward[1]},
         large_size=2,
         tokens_per_row=10,
+        blocks=4,
         parameters=2,
         parameter_bytes=20,
     )

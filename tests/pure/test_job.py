@@ -38,8 +38,14 @@ CPU = Device(name="laptop", kind="cpu", threads=2, flops_per_second=1e11, bytes_
         (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be a whole number of 1 or more."),
         (lambda: replace(JOB, global_batch_size=2.5), "global_batch_size is 2.5, and it must be a whole number of 1 or more."),
         (lambda: replace(JOB, steps=0), "steps is 0, and it must be a whole number of 1 or more."),
-        (lambda: replace(JOB, schedule=Constant(warmup_steps=-1)), "warmup_steps is -1, and it must be 0 or more."),
-        (lambda: replace(JOB, schedule=Cosine(warmup_steps=-2)), "warmup_steps is -2, and it must be 0 or more."),
+        (
+            lambda: replace(JOB, schedule=Constant(warmup_steps=-1)),
+            "warmup_steps is -1, and it must be a whole number of 0 or more.",
+        ),
+        (
+            lambda: replace(JOB, schedule=Cosine(warmup_steps=-2)),
+            "warmup_steps is -2, and it must be a whole number of 0 or more.",
+        ),
         (
             lambda: replace(JOB, max_grad_norm=0.0),
             "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
