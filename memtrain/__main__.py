@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from memtrain.command_line import compose_jobs, help_text, parser
-from memtrain.config import Settings, settings
+from memtrain.config import Settings, check_folders, settings
 
 # How long torch's threads spin while they wait for each other, in turns. By libgomp's default two runs on one machine keep each
 # other off the cores: benchmarks/shared_machine.py.
@@ -32,12 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("---\n".join(OmegaConf.to_yaml(cfg) for cfg in configs), end="")
             return 0
         jobs = [(settings(cfg), OmegaConf.to_yaml(cfg, resolve=True)) for cfg in configs]
+        for job, _ in jobs:
+            check_folders(job)
     except ValueError as error:
         print(f"memtrain: {error}", file=sys.stderr)
         return 2
     try:
         return _run(jobs)
     except KeyboardInterrupt:
+        print("\nmemtrain: interrupted; what was logged stays in the run's folder, and no model was saved.", file=sys.stderr)
         return 130
 
 

@@ -18,6 +18,8 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from difflib import SequenceMatcher, get_close_matches
@@ -77,7 +79,13 @@ def help_text() -> str:
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> str:
-    return "\n".join(f"  {name:<34}{text}{default}" for name, text, default in rows)
+    """Two columns, the second wrapped at the width of the terminal."""
+    width = max(60, shutil.get_terminal_size().columns)
+    indent = " " * 36
+    return "\n".join(
+        textwrap.fill(f"  {name:<34}{text}{default}", width, subsequent_indent=indent, break_on_hyphens=False)
+        for name, text, default in rows
+    )
 
 
 def _describe_options(group: str) -> str:
@@ -149,6 +157,11 @@ def _sweep(overrides: Sequence[Override]) -> Iterator[Sequence[Override]]:
 def _compose(overrides: Sequence[Override]) -> DictConfig:
     chosen: dict[str, str] = {}
     rewritten = [text for override in overrides for text in _rewrite(override, chosen)]
+    # A length given here takes the place of the recipe's, in whichever unit that is.
+    given = {override.key_or_group for override in overrides}
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if length in given and other not in given:
+            rewritten.append(f"{other}=null")
     # Registered anew for each job: what a recipe may say about a union depends on the option that the job chooses.
     for name in recipes():
         _register_recipe(RECIPES / f"{name}.yaml", "recipe", chosen)
@@ -221,9 +234,8 @@ def _recipe_option(name: str, chosen: Mapping[str, str]) -> str:
     path = Path(name).resolve()
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.y*ml")]
-        raise ValueError(
-            f"there is no recipe file {name}: {_did_you_mean(get_close_matches(path.name, others)) or _the_recipes()}"
-        )
+        near = _did_you_mean(get_close_matches(path.name, others)) or "give the path of a YAML file, or the name of a recipe."
+        raise ValueError(f"there is no recipe file {name}: {near}")
     # The whole path is the option's name, so that no file can take the name of another or of a recipe of ours.
     group = f"recipe{path.parent.as_posix()}"
     _register_recipe(path, group, chosen)

@@ -21,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device
-from memtrain.job import AdamW, Constant, Cosine, Job, Optimizer, Schedule
+from memtrain.job import AdamW, Budget, Constant, Cosine, Job, Limit, Optimizer, Schedule
 from memtrain.machine import facts
-from memtrain.plan import POLICIES, parse_policy, policy_name
+from memtrain.metrics import RunFolder
+from memtrain.plan import POLICIES, Plan, check, parse_policy, policy_name
 from memtrain.units import parse_bytes
 
 CONFIGS = facts("configs")
@@ -265,6 +266,18 @@ def settings(cfg: DictConfig) -> Settings:
     return read
 
 
+def check_folders(read: Settings) -> None:
+    """Refuse a run folder that is used and text that is not there, before anything heavy is loaded.
+
+    Raises:
+        ValueError: with the path.
+    """
+    RunFolder(read.run_dir)
+    for key in ("path", "eval_path"):
+        named = getattr(read.data, key)
+        _require(named is None or Path(named).exists(), f"data.{key}", named, "a file or folder that exists")
+
+
 def default_run_dir(recipe: str, started: datetime) -> Path:
     """The folder of a run that names none."""
     return Path("runs") / recipe / f"{started:%Y-%m-%d_%H-%M-%S}"
@@ -357,13 +370,16 @@ def _constraints(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_job(read: Settings) -> None:
-    # The job itself is made when the data is read, since only then are an epoch's steps known; its rules hold now.
-    Job(
+    # The job itself is made when the data is read, since only then are an epoch's steps known; its rules, the plan's and the
+    # budget's hold now.
+    job = Job(
         model=str(read.model.path),
         global_batch_size=read.global_batch_size,
-        steps=max(1, read.schedule.warmup_steps) if read.steps is None else read.steps,
+        steps=1 if read.steps is None else read.steps,
         optimizer=read.optimizer,
         schedule=read.schedule,
         max_grad_norm=read.max_grad_norm,
         seed=read.seed,
     )
+    check(Plan(**{"micro_batch_size": read.global_batch_size, **read.constraints}), job)
+    Budget(limits=(Limit("asked for", read.budget_bytes),), headroom_bytes=read.headroom_bytes)

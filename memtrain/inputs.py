@@ -27,11 +27,12 @@ def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_l
         ValueError: they cannot be read, or the model cannot be trained on them.
     """
     if isinstance(data, str | os.PathLike):
+        documents = read_documents(Path(data))
         if tokenizer is None:
             raise ValueError(f"{what} is text, and {model.name} brings no tokenizer to read it with: give tokenizer.")
         positions = _config(model, "max_position_embeddings") or _DEFAULT_SEQUENCE_LENGTH
         length = min(positions, _DEFAULT_SEQUENCE_LENGTH) if sequence_length is None else sequence_length
-        data = TokenRows.of(read_documents(Path(data)), tokenizer, length)
+        data = TokenRows.of(documents, tokenizer, length)
     check_rows(data, what=what)
     rows: Rows = data
     _check_tokens(rows[0], model, tokenizer)

@@ -102,6 +102,10 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _require(
+            isinstance(self.optimizer, Optimizer), "optimizer", self.optimizer, "an AdamW of memtrain, AdamW(learning_rate=…)"
+        )
+        _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
         _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):
             _require(

@@ -209,6 +209,10 @@ def parse_constraints(written: Mapping[str, Any]) -> dict[str, Any]:
     {'micro_batch_size': 2, 'activations': Keep(), 'loss': ChunkedLogits(chunk_tokens=64)}
     """
     fixed: dict[str, Any] = {}
+    if not isinstance(written, Mapping):
+        raise ValueError(
+            f"constraints are {written!r}, and they must map plan fields to values, such as {{'micro_batch_size': 2}}."
+        )
     for field, value in written.items():
         if field == "micro_batch_size":
             _positive(field, value)

@@ -13,7 +13,7 @@ from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
 from memtrain.inputs import load_tokenizer
 from memtrain.models.build import source
-from memtrain.report.terminal import choice_view, comparison_view
+from memtrain.report.terminal import choice_view
 from memtrain.trainer import Trainer
 
 
@@ -29,13 +29,12 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
     console = Console()
     trainer = trainer_of(settings)
     assert trainer.folder is not None
-    console.print(choice_view(trainer.choice))
+    choice = trainer.choice
     trainer.folder.write_text("config.yaml", config_yaml)
     if settings.mode == "train":
-        console.print()
-        result = trainer.train()
-        console.print()
-        console.print(comparison_view(result.comparison, trainer.budget, result.evaluations))
+        trainer.train()
+    else:
+        console.print(choice_view(choice))
     console.print(f"\nwritten to {trainer.folder.path}", soft_wrap=True, highlight=False)
 
 

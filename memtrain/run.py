@@ -137,6 +137,11 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise PlanRefused(f"{path} has sparse gradients, whose memory depends on the data: make it with sparse=False.")
+        if isinstance(module, nn.RNNBase):
+            raise PlanRefused(
+                f"{path or type(model).__name__} is a recurrent layer, whose kernels keep memory that no trace shows: "
+                f"take attention or convolution instead, or train this model without a budget."
+            )
         # The class that all of torch's batch norms share.
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue

@@ -76,7 +76,7 @@ class Trainer:
             ``{"activations": {"policy": "recompute", "every": 2}}``.
         device: what it is trained on; by default this machine's processor.
         run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
-        progress: whether to show a progress bar.
+        progress: whether to print the choice, a progress bar and the comparison.
 
     Raises:
         ValueError: one sentence about whatever of these cannot be trained, before anything is loaded.
@@ -110,8 +110,12 @@ class Trainer:
         PartialState._reset_state()
         if PartialState(cpu=True).num_processes > 1:
             raise ValueError("several processes were started, and memtrain trains in one: start it without torchrun.")
+        if device is not None and not isinstance(device, Device):
+            raise ValueError(
+                f"device is {device!r}, and it must be a Device: leave it out to train on this machine's processor."
+            )
         self.device = device or machine.cpu()
-        self.budget = budget if isinstance(budget, Budget) else machine.budget(parse_bytes(budget))
+        self.budget = budget if isinstance(budget, Budget) else _budget(budget)
         self.source = source(model)
         check_module(self.source)
         self.tokenizer = load_tokenizer(tokenizer, self.source)
@@ -132,6 +136,8 @@ class Trainer:
         )
         if evaluate_every is not None and evaluate_every < 1:
             raise ValueError(f"evaluate_every is {evaluate_every}, and it must be 1 or more steps, or None.")
+        if evaluate_every is not None and self.eval_rows is None:
+            raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
         self._evaluate_every = evaluate_every
         # What the speed of a step is given in.
         self._counts = "tokens" if "input_ids" in self.rows[0] else "rows"
@@ -178,27 +184,30 @@ class Trainer:
         from rich.console import Console
 
         from memtrain.report.plot import plot_run
-        from memtrain.report.terminal import TrainingProgress
+        from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
 
         if self._has_trained:
             raise ValueError(
                 "this Trainer has trained already: make another, with model=trainer.model to go on from its weights."
             )
-        choice, log = self.choice, _Log(self.folder)
+        choice, log, console = self.choice, _Log(self.folder), Console(quiet=not self._progress)
         self._has_trained = True
+        console.print(choice_view(choice), "")
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         with self._prepared() as run:
             if self.eval_rows is not None:
                 log.add({"step": 0, "eval_loss": self._evaluate(run)})
-            console = Console(quiet=not self._progress)
-            unit = "tok" if self._counts == "tokens" else "row"
+            unit, speed = "tok" if self._counts == "tokens" else "row", 0.0
             with TrainingProgress(self.job.steps, self.budget.device_bytes, console, unit) as bar:
                 for step in range(self.job.steps):
                     row = self._step(run, batches, step)
+                    # The profiler slows the steps that it watches: the speed shown is that of the last one it did not.
+                    if not speed or not self._watches(step):
+                        speed = row[f"{self._counts}_per_second"]
                     bar.update(
                         step + 1,
                         loss=row["loss"],
-                        per_second=row[f"{self._counts}_per_second"],
+                        per_second=speed,
                         memory_bytes=held_bytes(run.model, run.optimizer),
                         peak_bytes=self._profiler.peak_bytes,
                     )
@@ -213,6 +222,7 @@ class Trainer:
         if self.folder is not None:
             self.folder.write_json("comparison.json", comparison.to_dict())
             plot_run(self.folder.path / "memory.png", log.rows, choice, measured[f"step {min(2, self.job.steps)}"])
+        console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
     def evaluate(self) -> float:
@@ -358,6 +368,13 @@ class _Log:
     @property
     def evaluations(self) -> tuple[tuple[int, float], ...]:
         return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
+
+
+def _budget(budget: str) -> Budget:
+    try:
+        return machine.budget(parse_bytes(budget))
+    except ValueError as error:
+        raise ValueError(f"budget: {error}") from None
 
 
 @contextmanager

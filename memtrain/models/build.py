@@ -99,9 +99,7 @@ def source(model: Any) -> ModelSource:
     if isinstance(model, Mapping):
         return FromConfig(_config_of(model))
     if not isinstance(model, str | os.PathLike):
-        raise ValueError(
-            f"model is a {type(model).__name__}, and it must be a path, a hub id, a transformers config or an nn.Module."
-        )
+        raise ValueError(f"model is {model!r}, and it must be a path, a hub id, a transformers config or an nn.Module.")
     path = os.fspath(model)
     local = Path(path).expanduser()
     if local.is_dir():

@@ -116,10 +116,17 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
     predicted, plan = smallest
     missing = predicted.missing_bytes(budget)
     raise NoPlanFits(
-        f"no plan fits the budget of {format_bytes(budget.device_bytes)} ({budget.device_bytes:,} bytes): the smallest found "
+        f"no plan fits the budget of {format_bytes(budget.device_bytes)} ({budget.device_bytes:,} bytes{_origin(budget)}): the smallest found "
         f"({plan}) needs {format_bytes(predicted.peak_allocated_bytes)} ({predicted.peak_allocated_bytes:,} bytes), "
         f"{format_bytes(missing)} ({missing:,} bytes) more; raise the budget, shorten the rows or take a smaller model."
     )
+
+
+def _origin(budget: Budget) -> str:
+    """Where a budget comes from that is not just the number asked for."""
+    less = f" less {format_bytes(budget.headroom_bytes)} of headroom" if budget.headroom_bytes else ""
+    asked = budget.tightest.source == "asked for"
+    return f", {format_bytes(budget.tightest.bytes)} {budget.tightest.source}{less}" if less or not asked else ""
 
 
 def _thrift(plan: Plan) -> tuple[int, int, bool, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.planner.choice import Choice
-from memtrain.trace.event import DEVICE, Kind, Phase, Trace
+from memtrain.trace.event import DEVICE, Event, Kind, Phase, Trace
 from memtrain.units import format_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def step_curve(trace: Trace, most_points: int = POINTS_DRAWN) -> StepCurve:
         if event.place == DEVICE:
             live[event.kind] += event.bytes
 
-    within = [event for event in trace.events[start:stop] if event.place == DEVICE]
+    within = _first_and_last_micro_batch([event for event in trace.events[start:stop] if event.place == DEVICE])
     points, moved = [dict(live)], [0]
     for event in within:
         live[event.kind] += event.bytes
@@ -110,6 +110,28 @@ def step_curve(trace: Trace, most_points: int = POINTS_DRAWN) -> StepCurve:
         },
         phases=tuple((phase, moved[first] / length, moved[last] / length) for phase, first, last in _runs(phases)),
     )
+
+
+def _first_and_last_micro_batch(step: list[Event]) -> list[Event]:
+    """A step without the micro-batches between its first and its last, which do what the last does.
+
+    A prediction simulates two; so a measurement of more is drawn like it.
+    """
+    turns = [
+        position
+        for position in range(1, len(step))
+        if step[position].phase is Phase.FORWARD and step[position - 1].phase is Phase.BACKWARD
+    ]
+    # Behind the last backward there is no micro-batch, only the sum of the losses.
+    turns = [turn for turn in turns if any(event.phase is Phase.BACKWARD for event in step[turn:])]
+    if len(turns) < 2:
+        return step
+    left_out = {event.storage for event in step[turns[0] : turns[-1]] if event.bytes > 0}
+    return [
+        event
+        for position, event in enumerate(step)
+        if event.storage not in left_out and (not turns[0] <= position < turns[-1] or event.bytes < 0)
+    ]
 
 
 def plot_run(path: Path, metrics: Sequence[Mapping[str, float]], choice: Choice, measured: Trace | None) -> None:

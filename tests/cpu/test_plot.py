@@ -138,3 +138,20 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     plot_run(tmp_path / "run.png", METRICS, make_choice(make_trace(), "20B"), make_trace())
     assert (tmp_path / "run.png").exists()
+
+
+def test_a_step_of_more_than_two_micro_batches_is_drawn_as_its_first_and_its_last() -> None:
+    events = [Event(0, 8, Kind.WEIGHT, Phase.LOAD, "load")]
+    for number in range(1, 5):
+        events += [
+            Event(10 * number, 4, Kind.SAVED_ACTIVATION, Phase.FORWARD, "mm"),
+            Event(10 * number + 1, 2, Kind.TEMPORARY, Phase.BACKWARD, "mm"),
+            Event(10 * number + 1, -2, Kind.TEMPORARY, Phase.BACKWARD, "free"),
+            Event(10 * number, -4, Kind.SAVED_ACTIVATION, Phase.BACKWARD, "free"),
+            Event(10 * number + 2, 1, Kind.TEMPORARY, Phase.FORWARD, "add"),
+            Event(10 * number + 2, -1, Kind.TEMPORARY, Phase.FORWARD, "free"),
+        ]
+    events += [Event(99, 3, Kind.TEMPORARY, Phase.UPDATE, "norm"), Event(99, -3, Kind.TEMPORARY, Phase.UPDATE, "free")]
+    curve = step_curve(Trace(tuple(events), marks=(("load", 0), ("step 1", 1))))
+    micro_batch = [12, 14, 12, 8, 9, 8]
+    assert curve.totals == (8, *micro_batch, *micro_batch, 11, 8)

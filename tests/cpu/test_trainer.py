@@ -228,6 +228,13 @@ def test_evaluation_rows_unlike_the_training_rows_are_refused() -> None:
     [
         ({"steps": None, "epochs": 0}, "epochs is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0, and it must be 1 or more steps, or None."),
+        ({"evaluate_every": 2, "eval_data": None}, "evaluate_every is 2, and there is nothing to evaluate on: give eval_data."),
+        ({"budget": 4}, "budget: 4 is not an amount of memory: give a positive number of bytes with its unit"),
+        ({"device": "cuda"}, "device is 'cuda', and it must be a Device: leave it out to train on this machine's processor."),
+        ({"optimizer": "adamw"}, "optimizer is 'adamw', and it must be an AdamW of memtrain"),
+        ({"schedule": "cosine"}, "schedule is 'cosine', and it must be a Constant or a Cosine of memtrain"),
+        ({"constraints": "keep"}, "constraints are 'keep', and they must map plan fields to values"),
+        ({"data": "/nowhere"}, "/nowhere does not exist"),
         ({"seed": -1}, "seed is -1, and it must be a whole number from 0 to 4294967295."),
         ({"optimizer": None, "schedule": Constant(warmup_steps=1.5)}, "warmup_steps is 1.5, and it must be a whole number"),
     ],
@@ -286,6 +293,24 @@ def test_batch_norm_fixes_the_micro_batch_to_the_whole_batch() -> None:
         ValueError, match="norm normalises over the micro-batch, so micro_batch_size 2 would train something else"
     ):
         trainer(model=Normalised(), data=POINTS, eval_data=None, constraints={"micro_batch_size": 2}).train()
+
+
+def test_recurrent_layers_are_refused() -> None:
+    model = NoLoss()
+    model.memory = nn.LSTM(4, 4)
+    with pytest.raises(
+        ValueError, match="memory is a recurrent layer, whose kernels keep memory that no trace shows: take attention"
+    ):
+        trainer(model=model, data=POINTS, eval_data=None).train()
+
+
+def test_a_run_explains_itself_unless_told_to_be_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(steps=1).train()
+    assert capsys.readouterr().out == ""
+    trainer(steps=1, progress=True).train()
+    printed = capsys.readouterr().out
+    assert printed.index("rejected" if "rejected" in printed else "planned in") < printed.index("step 1/1")
+    assert printed.index("step 1/1") < printed.index("The peak was predicted")
 
 
 def test_sparse_gradients_are_refused() -> None:
