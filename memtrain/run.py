@@ -7,8 +7,8 @@ one order; the step has no branch for any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ class Run:
         objective: what the loss is a mean over.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
         update: changes the weights, frees the gradients and returns the gradient's norm.
-        release: gives the model back as it was built, but for its weights; the run is over.
+        release: gives the model back as it was, but for its weights; the run is over.
     """
 
     model: nn.Module
@@ -67,23 +67,26 @@ class Run:
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """The mean loss over the counted items of all batches (at least one), a scalar, with dropout off."""
         losses, counts = [], []
-        with _modes_restored(self.model):
-            self.model.eval()
+        restore = _modes_of(self.model)
+        self.model.eval()
+        try:
             for batch in batches:
                 counts.append(self.objective.count(batch))
                 losses.append(self.objective.loss(self.model, batch) * counts[-1])
+        finally:
+            restore()
         return torch.stack(losses).sum() / torch.stack(counts).sum()
 
 
-@contextmanager
-def _modes_restored(model: nn.Module) -> Iterator[None]:
-    """Give each module back its own mode: a part that is kept in evaluation mode stays there."""
+def _modes_of(model: nn.Module) -> Callable[[], None]:
+    """What gives each module its present mode, training or evaluation, back."""
     modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for module, mode in modes:
             module.training = mode
+
+    return restore
 
 
 def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
@@ -100,7 +103,7 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     update: Callable[[], Tensor | None]
     undo = ExitStack()
     try:
-        undo.enter_context(_modes_restored(model))
+        undo.callback(_modes_of(model))
         model.train()
         # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them,
         # and the optimizer comes when no feature replaces a parameter any more.
