@@ -53,6 +53,12 @@ def _attention_on_cpu(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
+    if query.dim() == 3:
+        # From torch 2.14 on; the kernel itself takes four dimensions.
+        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        return _attention_on_cpu(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        ).squeeze(0)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = _additive(attn_mask, query.dtype)
     attended: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
