@@ -143,7 +143,7 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
         if isinstance(module, nn.RNNBase):
             raise PlanRefused(
                 f"{path or type(model).__name__} is a recurrent layer, whose kernels keep memory that no trace shows: "
-                f"take attention or convolution instead, or train this model without a budget."
+                f"take attention or convolution in its place."
             )
         # The class that all of torch's batch norms share.
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,18 +65,7 @@ def test_a_foreach_update_moves_the_parameters_more_often() -> None:
 
 
 def test_a_job_of_one_micro_batch_size_needs_only_that_one_measured() -> None:
-    cost = CostModel(
-        job=Job(model="tiny", global_batch_size=1, steps=1),
-        device=COST.device,
-        small=WORK[1],
-        small_size=1,
-        large=WORK[1],
-        large_size=1,
-        tokens_per_row=10,
-        blocks=4,
-        parameters=2,
-        parameter_bytes=20,
-    )
+    cost = replace(COST, job=Job(model="tiny", global_batch_size=1, steps=1), large=WORK[1], large_size=1)
     assert cost.step_seconds(Plan(micro_batch_size=1)) == 12 + UPDATE
 
 
@@ -84,17 +75,10 @@ work = st.builds(Work, *[st.floats(0, 1e6)] * 3)
 @given(forward=st.tuples(work, work), backward=st.tuples(work, work), rows=st.sampled_from([1, 2, 4, 8]))
 def test_no_plan_takes_less_than_its_update(forward: tuple[Work, Work], backward: tuple[Work, Work], rows: int) -> None:
     # Work that falls with the rows would reach below zero on the line through the two sizes.
-    cost = CostModel(
-        job=COST.job,
-        device=COST.device,
+    cost = replace(
+        COST,
         small={Phase.FORWARD: forward[0], Phase.BACKWARD: backward[0]},
-        small_size=1,
         large={Phase.FORWARD: forward[1], Phase.BACKWARD: backward[1]},
-        large_size=2,
-        tokens_per_row=10,
-        blocks=4,
-        parameters=2,
-        parameter_bytes=20,
     )
     plain = cost.step_seconds(Plan(micro_batch_size=rows))
     assert plain >= UPDATE
