@@ -48,7 +48,7 @@ def _between(one: Event, first_size: int, other: Event, second_size: int, size: 
     extended = one.bytes + per_row * (size - first_size)
     if rest or (extended and (extended > 0) != (one.bytes > 0)):
         raise NotAlike(f"{one.operator} takes {one.bytes} and {other.bytes} bytes, which is not affine in the micro-batch.")
-    return replace(one, bytes=extended)
+    return one._replace(bytes=extended)
 
 
 def _marks(trace: Trace, events: list[Event]) -> tuple[tuple[str, int], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -31,16 +32,22 @@ class Phase(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    FIRST_UPDATE = "first update"
     UPDATE = "update"
     EVALUATE = "evaluate"
     SAVE = "save"
 
 
 class Memory(StrEnum):
-    """Which memory of the machine a storage lies in."""
+    """Which memory of the machine a storage lies in.
+
+    Managed memory (cudaMallocManaged) belongs to host and card: it lies in the host's memory, and what a kernel touches
+    is moved to the card for as long as there is room.
+    """
 
     DEVICE = "device"
     HOST = "host"
+    MANAGED = "managed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,10 @@ class Place:
 
 DEVICE = Place(Memory.DEVICE)
 HOST = Place(Memory.HOST)
+MANAGED = Place(Memory.MANAGED)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One allocation (``bytes`` above 0) or free (below 0).
 
     Attributes:

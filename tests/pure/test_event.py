@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
-from memtrain.trace.event import DEVICE, Event, Kind, Memory, Phase, Place, Trace
+from memtrain.trace.event import DEVICE, HOST, MANAGED, Event, Kind, Memory, Phase, Place, Trace
 
 EVENTS = tuple(Event(number, 8, Kind.WEIGHT, Phase.LOAD, "empty") for number in range(6))
 TRACE = Trace(EVENTS, marks=(("load", 0), ("step 1", 2), ("evaluate", 3), ("step 1", 4)))
@@ -34,8 +32,13 @@ def test_an_event_lies_on_the_device_unless_told() -> None:
     assert EVENTS[0].place == DEVICE == Place(Memory.DEVICE, 0)
 
 
+def test_the_places_are_one_of_each_memory() -> None:
+    assert [str(place.memory) for place in (DEVICE, HOST, MANAGED)] == [str(memory) for memory in Memory]
+    assert [str(memory) for memory in Memory] == ["device", "host", "managed"]
+
+
 def test_an_event_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         EVENTS[0].bytes = 9  # type: ignore[misc]
 
 
@@ -53,4 +56,13 @@ def test_kinds_stand_in_their_order_of_precedence() -> None:
 
 
 def test_phases_stand_in_the_order_of_a_run() -> None:
-    assert [str(phase) for phase in Phase] == ["load", "forward", "recompute", "backward", "update", "evaluate", "save"]
+    assert [str(phase) for phase in Phase] == [
+        "load",
+        "forward",
+        "recompute",
+        "backward",
+        "first update",
+        "update",
+        "evaluate",
+        "save",
+    ]

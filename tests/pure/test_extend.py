@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.memory.extend import NotAlike, extend
-from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Place, Trace, Work
+from memtrain.trace.event import DEVICE, HOST, MANAGED, Event, Kind, Phase, Place, Trace, Work
 
 
 class Storage(NamedTuple):
@@ -34,7 +34,7 @@ storages = st.builds(
     born=st.sampled_from(list(Phase)[:3]),
     freed=st.sampled_from([None, *list(Phase)[3:]]),
     module=st.sampled_from(["layers.0", "layers.1"]),
-    place=st.sampled_from([DEVICE, HOST]),
+    place=st.sampled_from([DEVICE, HOST, MANAGED]),
 ).filter(lambda storage: storage.fixed + storage.per_row > 0)
 
 
@@ -84,10 +84,21 @@ def test_traces_of_different_length_are_refused_with_both_lengths() -> None:
         extend(trace_at(2, [ONE, TWO]), 2, trace_at(3, [ONE]), 3, 4)
 
 
-@pytest.mark.parametrize("difference", [{"operator": "add"}, {"module": "layers.1"}, {"phase": Phase.RECOMPUTE}])
-def test_traces_of_different_operations_are_refused_with_the_first_that_differs(difference: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"operator": "add"},
+        {"module": "layers.1"},
+        {"phase": Phase.RECOMPUTE},
+        {"kind": Kind.LOGITS},
+        {"place": HOST},
+        {"stream": 1},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_traces_of_different_operations_are_refused_with_the_first_that_differs(difference: dict[str, Any]) -> None:
     first, second = trace_at(2, [ONE]), trace_at(3, [ONE])
-    changed = replace(second.events[0], **difference)  # type: ignore[arg-type]
+    changed = second.events[0]._replace(**difference)
     message = rf"^mm of layers\.0 at micro-batch 2 meets {changed.operator} of {changed.module}\.$"
     with pytest.raises(NotAlike, match=message):
         extend(first, 2, replace(second, events=(changed, *second.events[1:])), 3, 4)
@@ -104,7 +115,7 @@ def test_traces_that_free_other_storages_are_refused() -> None:
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_storage_that_is_not_affine_in_whole_bytes_is_refused(size: int) -> None:
     first, second = trace_at(2, [ONE]), trace_at(4, [ONE])
-    born = replace(second.events[0], bytes=25)
+    born = second.events[0]._replace(bytes=25)
     with pytest.raises(NotAlike, match=r"^mm takes 16 and 25 bytes, which is not affine in the micro-batch\.$"):
         extend(first, 2, replace(second, events=(born, *second.events[1:])), 4, size)
 
