@@ -36,7 +36,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from memtrain.config import ALTERNATIVES, CONFIGS, RECIPES, Schema, default_run_dir, recipes, register_schema
+from memtrain.config import CONFIGS, RECIPES, default_run_dir, recipes
+from memtrain.machine import not_described
+from memtrain.schema import ALTERNATIVES, Schema, register_schema
 
 _FREE_FORM = "model.config."
 _KINDS = {"Integer": "a whole number", "Float": "a number"}
@@ -48,6 +50,7 @@ examples:
   python -m memtrain mode=plan budget=300MiB              choose a plan, explain it and stop
   python -m memtrain recipe=./mine.yaml steps=500         a recipe of your own
   python -m memtrain data=text data.path=book.txt         your own text
+  python -m memtrain recipe=7b_24gb mode=plan             plan for a card that need not be here
   python -m memtrain plan.activations=recompute plan.activations.every=2
   python -m memtrain -m budget=200MiB,400MiB              two jobs, one after another\
 """
@@ -66,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
 def help_text() -> str:
     """What ``--help`` prints: flags, recipes, keys and examples."""
     unions = [(f"{group.replace('/', '.')}=", _describe_options(group), "") for group in ALTERNATIVES]
+    unions += [(f"{group}=", " | ".join(_files(group)), "") for group in _SECTIONS if _files(group)]
     keys = [(f"{key}=", sentence, f" [{default}]" if default else "") for key, sentence, default in _described_keys(Schema)]
     parts = [
         parser().format_help().rstrip(),
@@ -88,6 +92,11 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
+def _files(group: str) -> list[str]:
+    """The options of a group that are files."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
 def _describe_options(group: str) -> str:
     described = []
     for option in ALTERNATIVES[group].classes:
@@ -102,7 +111,7 @@ def _described_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, str, 
         if dataclasses.is_dataclass(nested):
             yield from _described_keys(cast(type, nested), f"{prefix}{key.name}.")
         elif "sentence" in key.metadata:
-            shown = "" if key.default in (None, "???") else str(key.default)
+            shown = "" if key.default in (None, "???", dataclasses.MISSING) else str(key.default)
             yield f"{prefix}{key.name}", key.metadata["sentence"], shown
 
 
@@ -172,7 +181,7 @@ def _compose(overrides: Sequence[Override]) -> DictConfig:
 
 
 def _rewrite(override: Override, chosen: dict[str, str]) -> list[str]:
-    """The override in Hydra's terms, none for the recipe; options of unions are noted in ``chosen``."""
+    """The override in Hydra's terms, none for the recipe; chosen options are noted in ``chosen``."""
     text, key, value = str(override.input_line), override.key_or_group, override.value()
     free_form = key.startswith(_FREE_FORM)
     if override.is_delete():
@@ -199,6 +208,7 @@ def _rewrite(override: Override, chosen: dict[str, str]) -> list[str]:
         if not options or not isinstance(value, str):
             rule = f"one of {', '.join(options)}" if options else f"set key by key, as in {key}.KEY=VALUE"
             raise ValueError(f"{key} is {_shown(value)}, and it must be {rule}.")
+        chosen[key] = value
     # Every other key exists already, so Hydra's + has nothing to add.
     return [f"++{text.lstrip('+')}" if free_form else text.lstrip("+")]
 
@@ -251,11 +261,14 @@ def _register_recipe(path: Path, group: str, chosen: Mapping[str, str]) -> None:
     """Make the recipe at ``path`` an option of ``group`` that sets keys from the top (``# @package _global_``).
 
     A recipe may name options in its body as on the command line; they become choices in its defaults list. Where the
-    command line chooses another option of a union, what the recipe sets for its own one alone is left out.
+    command line chooses another option of a union, what the recipe sets for its own one alone is left out. A device is
+    described whole: one that the command line chooses takes the place of the recipe's.
     """
     body = _load(path)
     body["recipe"] = path.stem
     choices = body.setdefault("defaults", [])
+    if "device" in chosen and isinstance(body.get("device"), dict):
+        del body["device"]
     for section in _SECTIONS:
         if isinstance(body.get(section), str):
             choices.append({f"override /{section}": body.pop(section)})
@@ -328,6 +341,8 @@ def _sentence(error: Exception) -> str:
         return f"{error.override!r} cannot be read: write key=value, and quote a value that has special characters."
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if group == "device":
+            return not_described(option)
         return f"{group} is {option!r}, and it must be one of {', '.join(error.options)}."
     place = re.match(r"In '(recipe[^']+)'", str(error))
     where = f"in {place[1]}: " if place else ""
@@ -338,6 +353,8 @@ def _sentence(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return where + _unknown_key(key)
     message = (cause.msg or str(cause)).splitlines()[0]
+    if "is not a ListConfig" in message:
+        return f"{where}{key} must be a list: write {key}=[a,b]."
     conversion = re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", message)
     if conversion and conversion[2] in _KINDS:
         return f"{where}{key} is {conversion[1]!r}, and it must be {_KINDS[conversion[2]]}."

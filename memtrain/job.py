@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Self
 
 from memtrain.units import format_bytes, parse_bytes
@@ -74,7 +75,22 @@ class Fp32:
     """Weights, gradients, optimizer state and activations in 32-bit floating point."""
 
 
-Precision = Fp32
+@dataclass(frozen=True)
+class Bf16:
+    """Weights, gradients, optimizer state and activations in bfloat16, nothing kept in 32 bits.
+
+    Half the bytes of fp32. A change of a weight below 1/256 of it is rounded away, so learning rates are not too small
+    and the second moment decays in few steps (betas of 0.9 and 0.95 rather than 0.999).
+    """
+
+
+Precision = Fp32 | Bf16
+
+
+class Approximation(StrEnum):
+    """What changes the numbers trained beyond rounding, and is only planned where the job allows it."""
+
+    EIGHT_BIT_STATE = "eight_bit_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +105,7 @@ class Job:
         schedule: the learning rate over the steps.
         precision: the number formats trained in.
         max_grad_norm: bound on the 2-norm of the whole gradient (arXiv 1211.5063), or None for no clipping.
+        allow: approximations that a plan may use.
         seed: of the weights' initialisation (for a model built from a configuration), of dropout and of the row order.
     """
 
@@ -99,6 +116,7 @@ class Job:
     schedule: Schedule = field(default_factory=Cosine)
     precision: Precision = field(default_factory=Fp32)
     max_grad_norm: float | None = 1.0
+    allow: frozenset[Approximation] = frozenset()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +124,9 @@ class Job:
             isinstance(self.optimizer, Optimizer), "optimizer", self.optimizer, "an AdamW of memtrain, AdamW(learning_rate=…)"
         )
         _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
+        _require(isinstance(self.precision, Precision), "precision", self.precision, "an Fp32 or a Bf16 of memtrain")
+        known = ", ".join(Approximation)
+        _require(self.allow <= set(Approximation), "allow", sorted(self.allow), f"a set of approximations ({known})")
         _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):
             _require(
@@ -122,7 +143,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Limit:
-    """One bound on the device's bytes and where it comes from."""
+    """One bound on bytes and where it comes from."""
 
     source: str
     bytes: int
@@ -130,15 +151,17 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The bytes a plan may take: the smallest limit, less the headroom.
+    """The bytes a plan may take: on each side the smallest limit, on the device less the headroom.
 
     Attributes:
-        limits: the number asked for, the device's usable bytes and what is free now; at least one.
+        limits: of the device: the number asked for, its usable bytes, what is free now; at least one.
         headroom_bytes: kept free below the smallest limit.
+        host_limits: of the host's memory beside a card; none where there is no such bound.
     """
 
     limits: tuple[Limit, ...]
     headroom_bytes: int = 0
+    host_limits: tuple[Limit, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.limits
@@ -149,20 +172,28 @@ class Budget:
             )
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def of(cls, text: str, host: str | None = None) -> Self:
         """The budget that ``text`` names (``"4GiB"``), with no other limit.
 
         >>> Budget.of("4GiB").device_bytes
         4294967296
+        >>> Budget.of("24GiB", host="64GiB").host_bytes
+        68719476736
         """
-        return cls(limits=(Limit("asked for", parse_bytes(text)),))
+        host_limits = () if host is None else (Limit("asked for", parse_bytes(host)),)
+        return cls(limits=(Limit("asked for", parse_bytes(text)),), host_limits=host_limits)
 
     @property
     def tightest(self) -> Limit:
-        """The limit that binds."""
+        """The limit of the device that binds."""
         return min(self.limits, key=lambda limit: limit.bytes)
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device that a plan may take."""
         return self.tightest.bytes - self.headroom_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory that a plan may take, None where nothing bounds them."""
+        return min((limit.bytes for limit in self.host_limits), default=None)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from memtrain.device import Device
+from memtrain.device import Cpu, Cuda, Device, from_dict
 from memtrain.job import Budget, Limit
+
+# Words in the names of cards that tell none from another.
+_MAKERS = {"nvidia", "geforce", "tesla", "quadro"}
 
 
 def facts(folder: str) -> Path:
@@ -15,29 +23,172 @@ def facts(folder: str) -> Path:
     return package / folder if (package / folder).is_dir() else package.parent / folder
 
 
-def describe(**described: Any) -> Device:
-    """A device from its description; a number of threads that it leaves open is the one torch uses here."""
-    if described.get("threads") is None:
-        import torch
+def described_devices() -> tuple[str, ...]:
+    """The names that ``device=NAME`` takes: the files of ``configs/device``."""
+    return tuple(sorted(path.stem for path in (facts("configs") / "device").glob("*.yaml")))
 
-        described["threads"] = torch.get_num_threads()
-    return Device(**described)
+
+def named(name: str) -> Device:
+    """The device that ``configs/device`` describes under that name; ``auto`` reads this machine.
+
+    Raises:
+        ValueError: nothing of that name is described there, or this machine's card is not.
+    """
+    if name not in described_devices():
+        raise ValueError(not_described(name))
+    return describe(**_written(name))
 
 
 def cpu() -> Device:
     """The processor, as ``configs/device/cpu.yaml`` describes it."""
-    import yaml
-
-    described = yaml.safe_load((facts("configs") / "device" / "cpu.yaml").read_text(encoding="utf-8"))
-    # YAML 1.1 takes 1e11 for a string.
-    rates = {name: float(described.pop(name)) for name in ("flops_per_second", "bytes_per_second", "operator_seconds")}
-    return describe(**described, **rates)
+    return named("cpu")
 
 
-def budget(asked_bytes: int, headroom_bytes: int = 0) -> Budget:
-    """The budget on this machine's processor: the smallest of the bytes asked for, installed and available."""
+def describe(**description: Any) -> Device:
+    """The device of a description, with what it leaves to this machine: threads that are None are those of torch here.
+
+    Of kind ``auto`` it is this machine's card, or without one its processor, with what the description says beside.
+
+    Raises:
+        ValueError: a key is wrong for its kind, or this machine's card is described nowhere.
+    """
+    if description.get("kind") == "auto":
+        own = {key: value for key, value in description.items() if key not in ("kind", "name") and value is not None}
+        description = {**_this_machine(), **own}
+    if description.get("kind") == "cpu" and description.get("threads") is None:
+        import torch
+
+        description["threads"] = torch.get_num_threads()
+    return from_dict(description)
+
+
+def not_described(device: str) -> str:
+    """One sentence for a device that no file describes, with the nearest names and how to describe one."""
+    candidates = [name for name in described_devices() if name not in ("auto", "cpu")]
+    spelled = "_".join(word for word in re.findall(r"[a-z0-9]+", device.lower()) if word not in _MAKERS)
+    near = [name for name in candidates if name.startswith(f"{spelled}_")] or get_close_matches(spelled, candidates, n=2)
+    known = f"the nearest {'are' if len(near) > 1 else 'is'}" if near else "there are"
+    keys = ", ".join(("kind", *(field.name for field in fields(Cuda))))
+    return (
+        f"device {device!r} is not described: {known} {', '.join(near or described_devices())}; "
+        f"describe a card in the device section of a recipe, with the keys {keys}."
+    )
+
+
+def stated_budget(device: Device, asked_bytes: int | None, headroom_bytes: int = 0, host_bytes: int | None = None) -> Budget:
+    """The budget as far as it needs no machine: the bytes asked for and the usable bytes of a card.
+
+    Args:
+        device: what is trained on.
+        asked_bytes: memory asked for; None for all that a card has.
+        headroom_bytes: kept free of it.
+        host_bytes: host memory asked for beside a card.
+
+    Raises:
+        ValueError: nothing is asked for of a processor, host memory is asked for beside one, or the headroom leaves nothing.
+    """
+    asked = () if asked_bytes is None else (Limit("asked for", asked_bytes),)
+    host = () if host_bytes is None else (Limit("asked for", host_bytes),)
+    if isinstance(device, Cuda):
+        usable = Limit(f"usable on {device.name}", device.usable_bytes)
+        return Budget(limits=(*asked, usable), headroom_bytes=headroom_bytes, host_limits=host)
+    if not asked:
+        raise ValueError("budget has no value: set budget=VALUE on the command line or in the recipe.")
+    if host:
+        raise ValueError(f"host_bytes is set and device {device.name} has no memory beside the host's: set host_bytes to null.")
+    return Budget(limits=asked, headroom_bytes=headroom_bytes)
+
+
+def budget_for(device: Device, asked_bytes: int | None, headroom_bytes: int = 0, host_bytes: int | None = None) -> Budget:
+    """The budget of a device: what is asked for and what it has, and if it is in this machine what is installed and free.
+
+    A plan for a card that is not here says nothing of this machine (rule 4). Arguments and errors as of
+    :func:`stated_budget`.
+    """
+    budget = stated_budget(device, asked_bytes, headroom_bytes, host_bytes)
+    if isinstance(device, Cpu):
+        return replace(budget, limits=budget.limits + _host_limits())
+    if not _is_here(device):
+        return budget
+    return replace(
+        budget,
+        limits=(*budget.limits, Limit("free now", _free_bytes(device))),
+        host_limits=budget.host_limits + _host_limits(),
+    )
+
+
+def allocator_settings() -> str:
+    """How the user has set torch's allocator for cards; empty for its defaults."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def require(device: Device) -> None:
+    """Refuse to train on a card that this machine does not have.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    if isinstance(device, Cpu) or _is_here(device):
+        return
+    import torch
+
+    here = f"has a {torch.cuda.get_device_properties().name}" if torch.cuda.is_available() else "has no CUDA card"
+    raise ValueError(
+        f"device {device.name} is not in this machine, which {here}: plan for it with mode=plan, "
+        f"or train on what is here with device=auto."
+    )
+
+
+def _host_limits() -> tuple[Limit, Limit]:
     import psutil
 
     memory = psutil.virtual_memory()
-    limits = (Limit("asked for", asked_bytes), Limit("installed", memory.total), Limit("free now", memory.available))
-    return Budget(limits=limits, headroom_bytes=headroom_bytes)
+    return Limit("installed", memory.total), Limit("free now", memory.available)
+
+
+def _free_bytes(device: Cuda) -> int:
+    """What this process could take of the card, its context included."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    # Asking opens this process's context, which a plan counts; what torch's allocator keeps for reuse is free to a plan.
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return min(total, free + kept + device.context_bytes)
+
+
+def _is_here(device: Cuda) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and _names(device.name, torch.cuda.get_device_properties().name)
+
+
+def _names(name: str, card: str) -> bool:
+    """Whether all words of ``name`` (rtx_4090) are in the name that a card says (NVIDIA GeForce RTX 4090)."""
+    words, said = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (name, card))
+    return bool(words) and words <= said
+
+
+def _this_machine() -> dict[str, Any]:
+    """The description of this machine's card, or without one of its processor."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return _written("cpu")
+    card = torch.cuda.get_device_properties()
+    for name in described_devices():
+        if _names(name, card.name):
+            return {
+                **_written(name),
+                "name": card.name,
+                "compute_capability": (card.major, card.minor),
+                "multiprocessors": card.multi_processor_count,
+                "usable_bytes": card.total_memory,
+            }
+    raise ValueError(not_described(card.name))
+
+
+def _written(name: str) -> dict[str, Any]:
+    import yaml
+
+    written: Mapping[str, Any] = yaml.safe_load((facts("configs") / "device" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return dict(written)

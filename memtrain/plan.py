@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from memtrain.job import Job
+from memtrain.device import Cpu, Device
+from memtrain.job import Approximation, Bf16, Job
 
 
 def _positive(name: str, value: int) -> None:
@@ -102,10 +103,54 @@ class Foreach:
         return "foreach"
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """Optimizer state beside the weights."""
+
+    def __str__(self) -> str:
+        return "on the device"
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """Optimizer state in host memory, gradients sent there as backward produces them, the update run by the processor.
+
+    After Rajbhandari et al. 2021, arXiv 2104.07857, and Ren et al. 2021, arXiv 2101.06840.
+    """
+
+    def __str__(self) -> str:
+        return "on the host"
+
+
+@dataclass(frozen=True)
+class Paged:
+    """32-bit optimizer state in managed memory, which moves between host and card page by page (bitsandbytes)."""
+
+    def __str__(self) -> str:
+        return "paged"
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """Optimizer state in 8 bits with a scale per 256 values (Dettmers et al. 2022, arXiv 2110.02861; bitsandbytes)."""
+
+    def __str__(self) -> str:
+        return "in 8 bits"
+
+
+@dataclass(frozen=True)
+class PagedEightBit:
+    """8-bit optimizer state in managed memory (bitsandbytes)."""
+
+    def __str__(self) -> str:
+        return "in 8 bits, paged"
+
+
 Activations = Keep | Recompute
 Loss = WholeLogits | ChunkedLogits
 Update = AfterBackward | DuringBackward
 OptimizerKernel = Fused | Foreach
+OptimizerState = OnDevice | OnHost | Paged | EightBit | PagedEightBit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +162,8 @@ class Plan:
         activations: what forward leaves for backward.
         loss: how the head and the loss are computed.
         update: when the weights are updated.
-        optimizer_kernel: which of torch's implementations of the update rule runs.
+        optimizer_kernel: which of torch's implementations of the update rule runs, where torch's runs.
+        optimizer_state: where the optimizer's state lies and in how many bits.
     """
 
     micro_batch_size: int
@@ -125,12 +171,15 @@ class Plan:
     loss: Loss = WholeLogits()
     update: Update = AfterBackward()
     optimizer_kernel: OptimizerKernel = Fused()
+    optimizer_state: OptimizerState = OnDevice()
 
     def __post_init__(self) -> None:
         _positive("micro_batch_size", self.micro_batch_size)
 
     def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {self.optimizer_kernel} update {self.update}"
+        state = "" if isinstance(self.optimizer_state, OnDevice) else f", optimizer state {self.optimizer_state}"
+        update = f"{self.optimizer_kernel} update {self.update}"
+        return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {update}{state}"
 
 
 # The fields of Plan that are unions, with the classes of each: {"activations": (Keep, Recompute), …}. The planner and the
@@ -140,6 +189,7 @@ POLICIES: dict[str, tuple[type, ...]] = {
     "loss": get_args(Loss),
     "update": get_args(Update),
     "optimizer_kernel": get_args(OptimizerKernel),
+    "optimizer_state": get_args(OptimizerState),
 }
 
 
@@ -228,8 +278,8 @@ class PlanRefused(ValueError):
     """A plan would not train what the job says, or cannot be applied to the model."""
 
 
-def check(plan: Plan, job: Job) -> None:
-    """Refuse a plan that would not train what the job says.
+def check(plan: Plan, job: Job, device: Device | None = None) -> None:
+    """Refuse a plan that would not train what the job says, or that makes no sense on a device.
 
     Raises:
         PlanRefused: with the value, the rule and the remedy.
@@ -251,6 +301,32 @@ def check(plan: Plan, job: Job) -> None:
                 f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size}: "
                 f"set micro_batch_size to {job.global_batch_size} or update after backward."
             )
+    _check_state(plan, job, device)
+
+
+def _check_state(plan: Plan, job: Job, device: Device | None) -> None:
+    state, name = plan.optimizer_state, policy_name(type(plan.optimizer_state))
+    if isinstance(state, OnDevice):
+        return
+    if isinstance(device, Cpu) and not isinstance(state, EightBit):
+        raise PlanRefused(
+            f"optimizer state {state} frees nothing on a processor, whose memory is the host's: set optimizer_state to on_device."
+        )
+    if isinstance(plan.optimizer_kernel, Foreach):
+        raise PlanRefused(
+            f"optimizer state {state} is updated weight by weight, and a foreach update takes all weights at once: "
+            f"set optimizer_kernel to fused."
+        )
+    if isinstance(state, EightBit | PagedEightBit) and Approximation.EIGHT_BIT_STATE not in job.allow:
+        raise PlanRefused(
+            f"optimizer_state {name} rounds the optimizer's state to 8 bits, which the job does not allow: "
+            f"add {Approximation.EIGHT_BIT_STATE} to allow, or keep the state whole."
+        )
+    if isinstance(state, Paged) and isinstance(job.precision, Bf16):
+        raise PlanRefused(
+            "paged state has 32 bits and precision bf16 says 16: "
+            "set optimizer_state to on_host, or to paged_eight_bit where the job allows that."
+        )
 
 
 def micro_batch_sizes(job: Job) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The job and the budget refuse what cannot be trained or fitted; so does the device description."""
+"""The job and the budget refuse what cannot be trained or fitted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.device import Device
-from memtrain.job import AdamW, Budget, Constant, Cosine, Job, Limit
+from memtrain.job import AdamW, Approximation, Bf16, Budget, Constant, Cosine, Fp32, Job, Limit
 
 JOB = Job(model="tiny", global_batch_size=8, steps=10)
-CPU = Device(name="laptop", kind="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +48,11 @@ CPU = Device(name="laptop", kind="cpu", threads=2, flops_per_second=1e11, bytes_
             lambda: replace(JOB, max_grad_norm=0.0),
             "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
         ),
+        (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be an Fp32 or a Bf16 of memtrain."),
         (
-            lambda: replace(CPU, kind="cuda"),
-            "device kind 'cuda' is not simulated yet: use a description of kind 'cpu'.",
+            lambda: replace(JOB, allow=frozenset({"four_bit_state"})),
+            "allow is ['four_bit_state'], and it must be a set of approximations (eight_bit_state).",
         ),
-        (lambda: replace(CPU, threads=0), "device laptop: threads is 0, and it must be above 0."),
-        (lambda: replace(CPU, flops_per_second=0.0), "device laptop: flops_per_second is 0.0, and it must be above 0."),
-        (lambda: replace(CPU, bytes_per_second=-1.0), "device laptop: bytes_per_second is -1.0, and it must be above 0."),
-        (lambda: replace(CPU, operator_seconds=0.0), "device laptop: operator_seconds is 0.0, and it must be above 0."),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_rule(make: Callable[[], object], sentence: str) -> None:
@@ -91,7 +86,22 @@ def test_another_limit_never_raises_a_budget(sizes: list[int], more: int) -> Non
 
 
 def test_a_budget_is_read_from_text() -> None:
-    assert Budget.of("2MiB") == Budget(limits=(Limit("asked for", 2 * 2**20),))
+    asked = Limit("asked for", 2 * 2**20)
+    assert Budget.of("2MiB") == Budget(limits=(asked,))
+    assert Budget.of("2MiB", host="1GiB") == Budget(limits=(asked,), host_limits=(Limit("asked for", 2**30),))
+
+
+def test_the_host_is_bounded_by_its_own_smallest_limit() -> None:
+    device, host = (Limit("asked for", 1000),), (Limit("asked for", 900), Limit("free now", 700))
+    budget = Budget(limits=device, headroom_bytes=300, host_limits=host)
+    assert (budget.device_bytes, budget.host_bytes) == (700, 700)
+    assert Budget(limits=device).host_bytes is None
+
+
+def test_without_a_word_a_job_is_in_fp32_and_allows_nothing() -> None:
+    assert (JOB.precision, JOB.allow) == (Fp32(), frozenset())
+    changed = replace(JOB, precision=Bf16(), allow=frozenset(Approximation))
+    assert (changed.precision, changed.allow) == (Bf16(), {"eight_bit_state"})
 
 
 @pytest.mark.parametrize("headroom", [2**20, 2**20 + 1])

@@ -1,0 +1,164 @@
+"""The schema: every key that a run may be configured with, its type, and what ``--help`` says about it.
+
+Mutable dataclasses, which let Hydra refuse unknown keys and wrong types. Where a key chooses one class of a union (an
+optimizer, a schedule, a precision, a policy of the plan), its schema is derived from that class, so that its defaults are
+written once (:data:`ALTERNATIVES`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from memtrain.job import AdamW, Approximation, Bf16, Constant, Cosine, Fp32
+from memtrain.plan import POLICIES, policy_name
+
+SOURCES = ("python_docs",)
+
+
+def _key(default: Any, sentence: str) -> Any:
+    """A key of the schema; ``sentence`` is what ``--help`` says about it."""
+    return field(default=default, metadata={"sentence": sentence})
+
+
+@dataclass
+class ModelSchema:
+    path: str | None = _key(None, "a local folder or hub id, for weights and tokenizer")
+    # What can be a dictionary or a list is mutable to the linter, so such fields are spelled out.
+    config: dict[str, Any] | None = field(
+        default=None,
+        metadata={"sentence": "a transformers configuration, model_type first; without a path weights start random"},
+    )
+
+
+@dataclass
+class TokenizerSchema:
+    path: str | None = _key(None, "a local folder or hub id; null: the tokenizer of model.path")
+    train_vocab_size: int | None = _key(None, "train a tokenizer of so many tokens on the training text instead")
+
+
+@dataclass
+class DataSchema:
+    source: str | None = _key(None, f"text that needs no file: {', '.join(SOURCES)}; or else data.path, or neither to plan")
+    path: str | None = _key(None, "a text file, or a folder of them")
+    sequence_length: int = _key(MISSING, "tokens per row")
+    held_out: float = _key(0.1, "fraction of the text that is evaluated on and not trained on; unused with data.eval_path")
+    eval_path: str | None = _key(None, "text to evaluate on")
+    tokenizer: TokenizerSchema = field(default_factory=TokenizerSchema)
+
+
+@dataclass
+class DeviceSchema:
+    name: str = _key(MISSING, "the device as printed")
+    kind: str = _key(MISSING, "cpu, cuda, or auto: this machine's card, without one its processor")
+    threads: int | None = _key(None, "of a processor: its threads; null: as many as torch uses")
+    # A number or a mapping, which memtrain.device checks.
+    flops_per_second: Any = field(
+        default=None, metadata={"sentence": "fp32 operations; of a card: by data type, {float32: 8e13, bfloat16: 16e13}"}
+    )
+    bytes_per_second: float | None = _key(None, "sustained memory bandwidth")
+    operator_seconds: float | None = _key(None, "time to dispatch one operator")
+    compute_capability: list[int] | None = field(default=None, metadata={"sentence": "of a card: such as [8, 9]"})
+    multiprocessors: int | None = _key(None, "of a card: its streaming multiprocessors")
+    usable_bytes: str | None = _key(None, "of a card: memory as torch reports it, such as 23.52GiB")
+    context_bytes: str | None = _key(None, "of a card: memory outside torch's allocator, such as 500MiB")
+    link_bytes_per_second: float | None = _key(None, "of a card: copies between host and card, each way")
+    host_bytes_per_second: float | None = _key(None, "of a card: memory bandwidth of its host")
+
+
+@dataclass
+class PlanSchema:
+    micro_batch_size: int | None = _key(None, "rows in one forward and backward; null: the planner's choice")
+    activations: Any = MISSING
+    loss: Any = MISSING
+    update: Any = MISSING
+    optimizer_kernel: Any = MISSING
+    optimizer_state: Any = MISSING
+
+
+@dataclass
+class RunSchema:
+    dir: str | None = _key(None, "folder of the run's files; null: runs/<recipe>/<date-time>")
+
+
+@dataclass
+class Schema:
+    recipe: str = MISSING
+    mode: str = _key("train", "train, or plan: choose the plan, print it and stop")
+    budget: str | None = _key(None, "memory training may take, such as 400MiB or 24GiB; null: all that a card has")
+    headroom: str | None = _key(None, "part of the budget to leave free, such as 50MiB; null: none")
+    host_bytes: str | None = _key(
+        None, "memory of a card's host that a plan may take, such as 64GiB; null: as much as there is"
+    )
+    seed: int = _key(0, "of weights, dropout and row order")
+    global_batch_size: int = _key(MISSING, "rows per optimizer step, whatever the micro-batch size")
+    steps: int | None = _key(None, "optimizer steps of the run; or else epochs")
+    epochs: int | None = _key(None, "passes over the training rows")
+    evaluate_every: int | None = _key(None, "steps between evaluations; null: before and after the run")
+    max_grad_norm: float | None = _key(1.0, "bound on the gradient's 2-norm; null: no clipping")
+    allow: list[str] = field(
+        default_factory=list,
+        metadata={"sentence": f"approximations that a plan may use, such as [{next(iter(Approximation))}]"},
+    )
+    model: ModelSchema = field(default_factory=ModelSchema)
+    data: DataSchema = field(default_factory=DataSchema)
+    optimizer: Any = MISSING
+    schedule: Any = MISSING
+    precision: Any = MISSING
+    device: DeviceSchema = field(default_factory=DeviceSchema)
+    plan: PlanSchema = field(default_factory=PlanSchema)
+    run: RunSchema = field(default_factory=RunSchema)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The planner chooses."""
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """A Hydra group whose options are classes.
+
+    Attributes:
+        tag: the key that holds the option's name in the composed configuration.
+        classes: option name to class.
+    """
+
+    tag: str
+    classes: Mapping[str, type]
+
+    def settings(self, option: str) -> list[str]:
+        """The keys that ``option`` has beside the tag."""
+        return [setting.name for setting in dataclasses.fields(self.classes[option])]
+
+
+ALTERNATIVES: dict[str, Alternatives] = {
+    "optimizer": Alternatives("name", {"adamw": AdamW}),
+    "schedule": Alternatives("name", {"constant": Constant, "cosine": Cosine}),
+    "precision": Alternatives("name", {"fp32": Fp32, "bf16": Bf16}),
+    **{
+        f"plan/{field}": Alternatives("policy", {"auto": Auto, **{policy_name(policy): policy for policy in policies}})
+        for field, policies in POLICIES.items()
+    },
+}
+
+
+def register_schema() -> None:
+    """Put the schema and the options of :data:`ALTERNATIVES` where Hydra finds them."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Schema)
+    for group, alternatives in ALTERNATIVES.items():
+        for option, cls in alternatives.classes.items():
+            store.store(group=group, name=option, node=_mutable(cls, alternatives.tag, option))
+
+
+def _mutable(cls: type, tag: str, option: str) -> type:
+    # The domain's classes are frozen, and a frozen dataclass is a read-only node to OmegaConf.
+    types = get_type_hints(cls)
+    settings = [(setting.name, types[setting.name], field(default=setting.default)) for setting in dataclasses.fields(cls)]
+    return dataclasses.make_dataclass(cls.__name__, [(tag, str, field(default=option)), *settings])
