@@ -7,7 +7,8 @@ clipping by the global norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,27 +33,25 @@ def update_after_backward(optimizer: torch.optim.Optimizer, max_grad_norm: float
     return update
 
 
-def update_during_backward_(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def update_during_backward_(
+    optimizer: torch.optim.Optimizer, step: Callable[[Tensor], object] | None = None
+) -> Callable[[], None]:
     """Let backward update each weight of the optimizer and free its gradient. In place; returns the undoing.
 
     One optimizer stays in charge, so that schedules reach the weights and its state_dict is that of an update after
     backward.
+
+    Args:
+        step: updates one parameter, which is the optimizer's only one meanwhile; by default the optimizer's own step.
     """
 
-    def update_one(group: dict[str, Any], parameter: nn.Parameter) -> None:
-        groups = optimizer.param_groups
-        # The group is copied when the gradient is there, so that it holds the learning rate of this step.
-        optimizer.param_groups = [{**group, "params": [parameter]}]
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
+    def update_one(alone: Callable[[], AbstractContextManager[None]], parameter: Tensor) -> None:
+        with alone():
+            optimizer.step() if step is None else step(parameter)
         parameter.grad = None
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(update_one, group))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        parameter.register_post_accumulate_grad_hook(partial(update_one, alone)) for parameter, alone in one_by_one(optimizer)
     ]
 
     def undo() -> None:
@@ -60,6 +59,24 @@ def update_during_backward_(optimizer: torch.optim.Optimizer) -> Callable[[], No
             hook.remove()
 
     return undo
+
+
+def one_by_one(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Callable[[], AbstractContextManager[None]]]]:
+    """Each parameter of the optimizer, with a context inside which it is the optimizer's only one."""
+
+    @contextmanager
+    def alone(group: dict[str, Any], parameter: Tensor) -> Iterator[None]:
+        groups = optimizer.param_groups
+        # The group is copied when it is used, so that it holds the learning rate of that step.
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, partial(alone, group, parameter)
 
 
 def nothing_left() -> None:

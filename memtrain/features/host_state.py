@@ -1,0 +1,94 @@
+"""Optimizer state in host memory: gradients leave as backward produces them, and the update runs on the host.
+
+Frees the optimizer's state and the gradients on the device; costs a copy of each gradient to the host per micro-batch, and
+per step one copy of each weight there and back and an update at the speed of the host's memory. Gradients add up on the
+host, so clipping and accumulation work as they do on the device. Exact against the same kernel of the processor.
+Source: Rajbhandari et al. 2021, arXiv 2104.07857; Ren et al. 2021, arXiv 2101.06840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.features.update import one_by_one
+from memtrain.place import placed, to_host
+from memtrain.trace.event import HOST
+
+
+def update_on_host_(
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None
+) -> tuple[Callable[[], Tensor | None], Callable[[], None]]:
+    """Let backward send each gradient to the host, and return the update there and the undoing. In place.
+
+    The update clips, changes all weights, frees the gradients and returns their 2-norm before clipping, a scalar on the
+    host; None where nothing is clipped. No gradient is left on the device after backward.
+    """
+    gradients: dict[Tensor, Tensor] = {}
+
+    def send(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        sent, parameter.grad = to_host(parameter.grad), None
+        if parameter in gradients:
+            gradients[parameter].add_(sent)
+        else:
+            gradients[parameter] = sent
+
+    def update() -> Tensor | None:
+        # In the optimizer's order, in which the device would add up the norm.
+        trained = [(parameter, alone) for parameter, alone in one_by_one(optimizer) if parameter in gradients]
+        norm = None
+        if max_grad_norm is not None:
+            norm = _clip_([gradients[parameter] for parameter, _ in trained], max_grad_norm)
+        for parameter, alone in trained:
+            with alone():
+                _step(optimizer, parameter, gradients.pop(parameter))
+        return norm
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(send) for group in optimizer.param_groups for parameter in group["params"]
+    ]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return update, undo
+
+
+def step_on_host(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    """A function that updates one parameter, the optimizer's only one, on the host, wherever its gradient is."""
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        sent, parameter.grad = to_host(parameter.grad), None
+        _step(optimizer, parameter, sent)
+
+    return step
+
+
+def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+    """One optimizer step of ``parameter`` with a gradient that is on the host.
+
+    For its time the parameter lies on the host, so the state that the step makes or finds does too.
+    """
+    on_device = parameter.data
+    parameter.data = to_host(on_device)
+    parameter.grad = gradient
+    with placed(HOST):
+        optimizer.step()
+    parameter.grad = None
+    on_device.copy_(parameter.data)
+    parameter.data = on_device
+
+
+def _clip_(gradients: list[Tensor], max_grad_norm: float) -> Tensor:
+    """Scale gradients to a common 2-norm of at most ``max_grad_norm``; the norm before it.
+
+    What ``torch.nn.utils.clip_grad_norm_`` does, for gradients that no parameter holds.
+    """
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    torch._foreach_mul_(gradients, torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0))
+    return norm
