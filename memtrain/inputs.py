@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from memtrain.data.rows import Row, Rows, TokenRows, check_rows
 from memtrain.data.text import read_documents
-from memtrain.models.build import FromModule, FromPretrained, ModelSource
+from memtrain.device import Device
+from memtrain.job import Precision
+from memtrain.models.build import FromModule, FromPretrained, ModelSource, weight_dtype
 
 # Text is cut into rows of at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
 _DEFAULT_SEQUENCE_LENGTH = 1024
@@ -60,8 +60,8 @@ def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:
         raise ValueError(f"there is no tokenizer at {path!r} ({reason}): give one that save_pretrained wrote.") from error
 
 
-def check_module(model: ModelSource) -> None:
-    """Refuse a module that is not what precision fp32 on a processor trains.
+def check_module(model: ModelSource, precision: Precision, device: Device) -> None:
+    """Refuse a module that is not what the precision trains on the device.
 
     Raises:
         ValueError: it has nothing to train, or a parameter of another type or place.
@@ -70,14 +70,16 @@ def check_module(model: ModelSource) -> None:
         return
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise ValueError(f"{model.name} has no parameter that requires a gradient, so there is nothing to train.")
+    dtype = weight_dtype(precision)
     for path, parameter in model.module.named_parameters():
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", device.kind):
             raise ValueError(
-                f"parameter {path} is on {parameter.device}, and memtrain trains on the processor: call model.cpu()."
+                f"parameter {path} is on {parameter.device}, and memtrain trains on device {device.name}: call model.cpu()."
             )
-        if parameter.dtype != torch.float32:
+        if parameter.dtype != dtype:
             raise ValueError(
-                f"parameter {path} is {parameter.dtype}, and precision fp32 trains torch.float32: call model.float()."
+                f"parameter {path} is {parameter.dtype}, and precision {type(precision).__name__.lower()} trains {dtype}: "
+                f"call model.to({dtype})."
             )
 
 
@@ -92,16 +94,25 @@ def _config(model: ModelSource, name: str) -> Any:
     return getattr(getattr(holder, "config", None), name, None)
 
 
-def _check_tokens(row: Row, model: ModelSource, tokenizer: Any) -> None:
-    """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
-    if "input_ids" not in row:
-        return
-    length, positions = len(row["input_ids"]), _config(model, "max_position_embeddings")
+def check_length(length: int, model: ModelSource) -> None:
+    """Refuse rows of more tokens than the model has positions for.
+
+    Raises:
+        ValueError: they are longer.
+    """
+    positions = _config(model, "max_position_embeddings")
     if positions is not None and length > positions:
         raise ValueError(
             f"the rows have {length} tokens and {model.name} has {positions} positions: "
             f"shorten sequence_length to {positions} or less."
         )
+
+
+def _check_tokens(row: Row, model: ModelSource, tokenizer: Any) -> None:
+    """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
+    if "input_ids" not in row:
+        return
+    check_length(len(row["input_ids"]), model)
     vocabulary = _config(model, "vocab_size")
     if tokenizer is not None and vocabulary is not None and len(tokenizer) > vocabulary:
         raise ValueError(

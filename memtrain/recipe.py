@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from memtrain import machine
-from memtrain.config import DataSettings, Settings
+from memtrain.config import DataSettings, Settings, check_text, names_text
 from memtrain.data.rows import TokenRows
 from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
-from memtrain.inputs import load_tokenizer
-from memtrain.models.build import source
+from memtrain.device import Device
+from memtrain.inputs import check_length, load_tokenizer
+from memtrain.job import Budget, Job
+from memtrain.metrics import RunFolder
+from memtrain.models.build import ModelSource, source
+from memtrain.planner.choice import Choice
+from memtrain.planner.predict import Predictor
+from memtrain.planner.search import choose
 from memtrain.report.terminal import choice_view
 from memtrain.trainer import Trainer
 
@@ -27,21 +34,31 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         ValueError: the job cannot be trained, in one sentence.
     """
     console = Console()
-    trainer = trainer_of(settings)
-    assert trainer.folder is not None
-    choice = trainer.choice
-    trainer.folder.write_text("config.yaml", config_yaml)
+    device = machine.describe(**settings.device)
     if settings.mode == "train":
+        machine.require(device)
+        check_text(settings)
+        trainer = trainer_of(settings, device)
+        RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
         trainer.train()
     else:
+        choice = choice_of(settings, device)
+        folder = RunFolder(settings.run_dir)
+        folder.write_text("config.yaml", config_yaml)
+        choice.write(folder)
         console.print(choice_view(choice))
-    console.print(f"\nwritten to {trainer.folder.path}", soft_wrap=True, highlight=False)
+    console.print(f"\nwritten to {settings.run_dir}", soft_wrap=True, highlight=False)
 
 
-def trainer_of(settings: Settings) -> Trainer:
-    """The Trainer that the settings describe."""
+def choice_of(settings: Settings, device: Device) -> Choice:
+    """The plan that the settings lead to on a device, and nothing written."""
+    return trainer_of(settings, device).choice if names_text(settings.data) else _plan(settings, device)
+
+
+def trainer_of(settings: Settings, device: Device) -> Trainer:
+    """The Trainer that the settings describe, which must name a text."""
     data = settings.data
-    model = source(settings.model.path or settings.model.config)
+    model = _model(settings)
     training, held_out = _text(data)
     if data.tokenizer.train_vocab_size is not None:
         tokenizer = train_tokenizer(training, data.tokenizer.train_vocab_size)
@@ -53,19 +70,59 @@ def trainer_of(settings: Settings) -> Trainer:
         data=TokenRows.of(training, tokenizer, data.sequence_length),
         eval_data=TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None,
         tokenizer=tokenizer,
-        budget=machine.budget(settings.budget_bytes, settings.headroom_bytes),
+        budget=_budget(settings, device),
         global_batch_size=settings.global_batch_size,
         steps=settings.steps,
         epochs=settings.epochs,
         optimizer=settings.optimizer,
         schedule=settings.schedule,
+        precision=settings.precision,
         max_grad_norm=settings.max_grad_norm,
+        allow=settings.allow,
         seed=settings.seed,
         evaluate_every=settings.evaluate_every,
         constraints=settings.constraints,
-        device=machine.describe(**settings.device),
+        device=device,
         run_dir=settings.run_dir,
     )
+
+
+def _plan(settings: Settings, device: Device) -> Choice:
+    """The choice where no text is named: all rows have the length that is said, and are as many as it takes."""
+    assert settings.steps is not None
+    model, length = _model(settings), settings.data.sequence_length
+    check_length(length, model)
+    job = Job(
+        model=model.name,
+        global_batch_size=settings.global_batch_size,
+        steps=settings.steps,
+        optimizer=settings.optimizer,
+        schedule=settings.schedule,
+        precision=settings.precision,
+        max_grad_norm=settings.max_grad_norm,
+        allow=settings.allow,
+        seed=settings.seed,
+    )
+    rows = dict.fromkeys(("input_ids", "labels"), ((length,), torch.int64))
+    evaluates = settings.data.held_out > 0 or settings.data.eval_path is not None
+    predictor = Predictor(
+        job,
+        model,
+        rows,
+        device,
+        evaluation_rows=2 * job.global_batch_size if evaluates else 0,
+        allocator=machine.allocator_settings(),
+    )
+    return choose(predictor, _budget(settings, device), settings.constraints)
+
+
+def _model(settings: Settings) -> ModelSource:
+    path, config = settings.model.path, settings.model.config
+    return source(config) if path is None else source(path, config)
+
+
+def _budget(settings: Settings, device: Device) -> Budget:
+    return machine.budget_for(device, settings.budget_bytes, settings.headroom_bytes, settings.host_bytes)
 
 
 def _text(data: DataSettings) -> tuple[list[str], list[str]]:

@@ -9,20 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from memtrain.data.rows import Batch
+from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, embedding_weights
 from memtrain.features.chunked_loss import chunk_loss_
+from memtrain.features.host_state import step_on_host, update_on_host_
 from memtrain.features.optimizers import adamw
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
 from memtrain.job import Job
 from memtrain.models.blocks import blocks
 from memtrain.models.objective import Objective, objective
-from memtrain.plan import ChunkedLogits, DuringBackward, Fused, Plan, PlanRefused, Recompute, check
+from memtrain.plan import (
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Fused,
+    OnDevice,
+    OnHost,
+    Paged,
+    PagedEightBit,
+    Plan,
+    PlanRefused,
+    Recompute,
+    check,
+)
 
 
 @dataclass(frozen=True)
@@ -112,27 +128,38 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
                 undo.callback(recompute_blocks_(list(blocks(model).values()), plan.activations.every))
             if isinstance(plan.loss, ChunkedLogits):
                 undo.callback(chunk_loss_(model, plan.loss.chunk_tokens))
+            optimizer = _optimizer(job, plan, model)
         except ValueError as refusal:
             raise PlanRefused(str(refusal)) from refusal
-        optimizer = adamw(
-            model.parameters(),
-            learning_rate=job.optimizer.learning_rate,
-            betas=job.optimizer.betas,
-            eps=job.optimizer.eps,
-            weight_decay=job.optimizer.weight_decay,
-            fused=isinstance(plan.optimizer_kernel, Fused),
-        )
         optimizer.zero_grad(set_to_none=True)
         undo.callback(optimizer.zero_grad, set_to_none=True)
+        on_host = isinstance(plan.optimizer_state, OnHost)
         if isinstance(plan.update, DuringBackward):
-            undo.callback(update_during_backward_(optimizer))
+            undo.callback(update_during_backward_(optimizer, step_on_host(optimizer) if on_host else None))
             update = nothing_left
+        elif on_host:
+            update, stop_sending = update_on_host_(optimizer, job.max_grad_norm)
+            undo.callback(stop_sending)
         else:
             update = update_after_backward(optimizer, job.max_grad_norm)
         return Run(model, optimizer, what, _forward_backward(model, what), update, undo.close)
     except BaseException:
         undo.close()
         raise
+
+
+def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    """The job's optimizer over the model's weights, in the form that the plan names."""
+    rule = asdict(job.optimizer)
+    match plan.optimizer_state:
+        case OnDevice() | OnHost():
+            return adamw(model.parameters(), **rule, fused=isinstance(plan.optimizer_kernel, Fused))
+        case Paged():
+            return bitsandbytes_adamw(model.parameters(), **rule, bits=32, memory="managed")
+        case EightBit() | PagedEightBit():
+            memory: Literal["managed", "device"] = "managed" if isinstance(plan.optimizer_state, PagedEightBit) else "device"
+            whole = embedding_weights(model)
+            return bitsandbytes_adamw(model.parameters(), **rule, bits=8, memory=memory, in_32_bits=whole)
 
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:

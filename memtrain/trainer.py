@@ -11,8 +11,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -24,14 +24,17 @@ from torch import Tensor, nn
 
 from memtrain import machine
 from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
-from memtrain.data.rows import check_row
-from memtrain.device import Device
+from memtrain.data.rows import Batch, check_row
+from memtrain.device import Cpu, Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule
+from memtrain.job import AdamW, Approximation, Budget, Cosine, Fp32, Job, Optimizer, Precision, Schedule
+from memtrain.measure import meter
 from memtrain.metrics import RunFolder
-from memtrain.models.build import FromModule, source
+from memtrain.models.build import FromModule, source, weight_dtype
 from memtrain.models.objective import check_suits
-from memtrain.plan import parse_constraints, to_dict
+from memtrain.models.save import no_progress_bars, save_model
+from memtrain.place import move_to_device_
+from memtrain.plan import parse_constraints
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
@@ -39,7 +42,7 @@ from memtrain.planner.search import choose
 from memtrain.run import Run, StepResult, prepare
 from memtrain.schedule import learning_rate
 from memtrain.trace.event import Kind, Phase
-from memtrain.trace.profile import MemoryProfiler, held_by, held_bytes
+from memtrain.trace.profile import held_by
 from memtrain.units import parse_bytes
 
 
@@ -65,16 +68,18 @@ class Trainer:
         model: a local path, a hub id, a transformers configuration (object or mapping) or any nn.Module that returns its
             loss when called with a row batch as keyword arguments.
         data: a text file or a folder of them, or rows: a list or map-style dataset of mappings from argument name to tensor.
-        budget: memory that training may take, such as ``"4GiB"``, or a Budget.
+        budget: memory that training may take, such as ``"4GiB"``, or a Budget; by default all that a card has.
         eval_data: like ``data``; evaluated on before and after training, and every ``evaluate_every`` steps.
         tokenizer: a tokenizer or the path of one, for text; by default the one at the model's path.
         sequence_length: tokens per row of text; by default what the model has positions for, at most 1024.
         global_batch_size: rows per optimizer step.
         steps, epochs: length of the run; one epoch by default.
-        optimizer, schedule, max_grad_norm, seed: see :class:`memtrain.job.Job`.
+        optimizer, schedule, precision, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
             ``{"activations": {"policy": "recompute", "every": 2}}``.
-        device: what it is trained on; by default this machine's processor.
+        device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor. A
+            card that is elsewhere is good for planning.
+        host_bytes: memory of the host that a plan for a card may take, such as ``"64GiB"``.
         run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
         progress: whether to print the choice, a progress bar and the comparison.
 
@@ -87,7 +92,7 @@ class Trainer:
         *,
         model: Any,
         data: Any,
-        budget: str | Budget,
+        budget: str | Budget | None = None,
         eval_data: Any = None,
         tokenizer: Any = None,
         sequence_length: int | None = None,
@@ -96,11 +101,14 @@ class Trainer:
         epochs: float | None = None,
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
+        precision: Precision | None = None,
         max_grad_norm: float | None = 1.0,
+        allow: Collection[str] = (),
         seed: int = 0,
         evaluate_every: int | None = None,
         constraints: Mapping[str, Any] | None = None,
         device: Device | None = None,
+        host_bytes: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         progress: bool = True,
     ) -> None:
@@ -108,16 +116,17 @@ class Trainer:
 
         # accelerate keeps one state per process for good; a second job of this process must not inherit the first one's.
         PartialState._reset_state()
-        if PartialState(cpu=True).num_processes > 1:
+        if PartialState(cpu=not isinstance(device, Cuda)).num_processes > 1:
             raise ValueError("several processes were started, and memtrain trains in one: start it without torchrun.")
         if device is not None and not isinstance(device, Device):
             raise ValueError(
                 f"device is {device!r}, and it must be a Device: leave it out to train on this machine's processor."
             )
         self.device = device or machine.cpu()
-        self.budget = budget if isinstance(budget, Budget) else _budget(budget)
+        self.budget = budget if isinstance(budget, Budget) else self._budget(budget, host_bytes)
         self.source = source(model)
-        check_module(self.source)
+        precision = precision or Fp32()
+        check_module(self.source, precision, self.device)
         self.tokenizer = load_tokenizer(tokenizer, self.source)
         self.rows = rows_of(data, "data", self.source, self.tokenizer, sequence_length)
         self.eval_rows = (
@@ -131,7 +140,9 @@ class Trainer:
             steps=steps_for(1 if epochs is None else epochs, len(self.rows), global_batch_size) if steps is None else steps,
             optimizer=optimizer or AdamW(),
             schedule=schedule or Cosine(),
+            precision=precision,
             max_grad_norm=max_grad_norm,
+            allow=frozenset(Approximation(one) for one in allow),
             seed=seed,
         )
         if evaluate_every is not None and evaluate_every < 1:
@@ -146,8 +157,15 @@ class Trainer:
         self._progress = progress
         self._has_trained = False
         self._model: nn.Module | None = None
-        self._profiler = MemoryProfiler(self._held)
+        self._meter = meter(self.device, self._held)
         self._optimizer: torch.optim.Optimizer | None = None
+
+    def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
+        try:
+            asked, host = (None if text is None else parse_bytes(text) for text in (budget, host_bytes))
+        except ValueError as error:
+            raise ValueError(f"budget: {error}") from None
+        return machine.budget_for(self.device, asked, host_bytes=host)
 
     # ------------------------------------------------------------------ planning
 
@@ -162,15 +180,21 @@ class Trainer:
         first = self.rows[0]
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
-        predictor = Predictor(self.job, self.source, shapes, self.device, evaluation_rows=evaluation_rows)
+        predictor = Predictor(
+            self.job,
+            self.source,
+            shapes,
+            self.device,
+            evaluation_rows=evaluation_rows,
+            allocator=machine.allocator_settings(),
+        )
         check_suits(predictor.model, self.rows, "data")
         if self.eval_rows is not None:
             check_row(self.eval_rows[0], first, index=0, what="eval_data, compared with data,")
             check_suits(predictor.model, self.eval_rows, "eval_data")
         chosen = choose(predictor, self.budget, self._constraints)
         if self.folder is not None:
-            self.folder.write_yaml("plan.yaml", to_dict(chosen.plan))
-            self.folder.write_json("prediction.json", chosen.to_dict())
+            chosen.write(self.folder)
         return chosen
 
     # ------------------------------------------------------------------ training
@@ -208,20 +232,19 @@ class Trainer:
                         step + 1,
                         loss=row["loss"],
                         per_second=speed,
-                        memory_bytes=held_bytes(run.model, run.optimizer),
-                        peak_bytes=self._profiler.peak_bytes,
+                        memory_bytes=self._meter.held_bytes(),
+                        peak_bytes=self._meter.peak_bytes,
                     )
                     if self._evaluates_after(step):
                         row["eval_loss"] = self._evaluate(run)
                     log.add(row)
             self._measure_the_end(run)
-        measured = self._profiler.traces()
         # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
         unwatched = [row for row in log.steps if not self._watches(int(row["step"]) - 1)] or log.steps
-        comparison = compare(choice, measured, statistics.median(row["step_seconds"] for row in unwatched))
+        comparison = compare(choice, self._meter.side(statistics.median(row["step_seconds"] for row in unwatched)))
         if self.folder is not None:
             self.folder.write_json("comparison.json", comparison.to_dict())
-            plot_run(self.folder.path / "memory.png", log.rows, choice, measured[f"step {min(2, self.job.steps)}"])
+            plot_run(self.folder.path / "memory.png", log.rows, choice, self._meter.trace(f"step {min(2, self.job.steps)}"))
         console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
@@ -241,17 +264,7 @@ class Trainer:
 
         Another nn.Module is written as ``model.safetensors``.
         """
-        model: Any = self.model
-        if hasattr(model, "save_pretrained"):
-            with _no_progress_bars():
-                model.save_pretrained(folder)
-        else:
-            from safetensors.torch import save_model
-
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            save_model(model, str(Path(folder) / "model.safetensors"))
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        save_model(self.model, self.tokenizer, folder)
 
     @property
     def model(self) -> nn.Module:
@@ -259,14 +272,17 @@ class Trainer:
         if self._model is None:
             from accelerate.utils import set_seed
 
-            # The prediction counts the scratch memory of so many threads.
-            torch.set_num_threads(self.device.threads)
+            machine.require(self.device)
+            if isinstance(self.device, Cpu):
+                # The prediction counts the scratch memory of so many threads.
+                torch.set_num_threads(self.device.threads)
             set_seed(self.job.seed)
-            if isinstance(self.source, FromModule):
-                self._model = self.source.load()
-            else:
-                with self._profiler.window("load", Phase.LOAD), _no_progress_bars():
-                    self._model = self.source.load()
+            # A module that is given is there already.
+            loads = isinstance(self.device, Cuda) or not isinstance(self.source, FromModule)
+            with self._meter.window("load", Phase.LOAD) if loads else nullcontext(), no_progress_bars():
+                self._model = self.source.load(weight_dtype(self.job.precision))
+                if isinstance(self.device, Cuda):
+                    move_to_device_(self._model, self.device.kind)
         return self._model
 
     # ------------------------------------------------------------------ parts of a run
@@ -293,8 +309,8 @@ class Trainer:
             group["lr"] = rate
         started = time.perf_counter()
         if self._watches(step):
-            with self._profiler.window(f"step {step + 1}", Phase.FORWARD):
-                marked = replace(run, update=self._profiler.in_update(run.update))
+            with self._meter.window(f"step {step + 1}", Phase.FORWARD):
+                marked = replace(run, update=self._meter.in_update(run.update))
                 result = self._run_step(marked, batches, step)
         else:
             result = self._run_step(run, batches, step)
@@ -319,7 +335,11 @@ class Trainer:
 
     def _run_step(self, run: Run, batches: StepBatches, step: int) -> StepResult:
         """The step; its batches are gone when it returns, before the next ones are made."""
-        return run.step(batches.micro_batches(step, self.choice.plan.micro_batch_size))
+        return run.step(list(self._on_device(batches.micro_batches(step, self.choice.plan.micro_batch_size))))
+
+    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield {name: tensor.to(self.device.kind) for name, tensor in batch.items()}
 
     def _watches(self, step: int) -> bool:
         """Whether the profiler measures a step (from 0): the first two stand for all, the last shows that they did."""
@@ -334,15 +354,16 @@ class Trainer:
 
     def _evaluate(self, run: Run) -> float:
         assert self.eval_rows is not None
-        return run.evaluate(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size)).item()
+        return run.evaluate(self._on_device(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size))).item()
 
     def _measure_the_end(self, run: Run) -> None:
         """Measure evaluation beside the optimizer state, over the two batches that stand for all, and saving."""
         if self.eval_rows is not None:
-            with self._profiler.window("evaluate", Phase.EVALUATE):
-                run.evaluate(islice(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size), 2))
+            with self._meter.window("evaluate", Phase.EVALUATE):
+                batches = evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size)
+                run.evaluate(self._on_device(islice(batches, 2)))
         if self.folder is not None:
-            with self._profiler.window("save", Phase.SAVE):
+            with self._meter.window("save", Phase.SAVE):
                 self.save_model(self.folder.path / "model")
 
     def _held(self) -> Iterator[tuple[Kind, Tensor]]:
@@ -368,24 +389,3 @@ class _Log:
     @property
     def evaluations(self) -> tuple[tuple[int, float], ...]:
         return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
-
-
-def _budget(budget: str) -> Budget:
-    try:
-        return machine.budget(parse_bytes(budget))
-    except ValueError as error:
-        raise ValueError(f"budget: {error}") from None
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars of its own into ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

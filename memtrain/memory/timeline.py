@@ -103,9 +103,16 @@ class MemoryTimeline:
         return sorted(owners, key=lambda owner: -owner.bytes)
 
     def peak_by_phase(self) -> dict[Phase, int]:
-        """Peak of the live bytes within each phase, in the order in which the phases first occur."""
+        """Peak of the live bytes within each phase, in the order in which the phases first occur.
+
+        A phase may allocate at other places only; what is live meanwhile is its peak here.
+        """
         peaks: dict[Phase, int] = {}
-        for event, total in zip(self.events, self.totals, strict=True):
+        totals = iter(self.totals)
+        total = 0
+        for event in self.trace.events:
+            if event.place == self.place:
+                total = next(totals)
             peaks[event.phase] = max(peaks.get(event.phase, 0), total)
         return peaks
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memtrain.job import Bf16, Precision
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -30,11 +32,11 @@ class FromModule:
         """The class name."""
         return type(self.module).__name__
 
-    def build(self) -> nn.Module:
-        """The module itself."""
+    def load(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The module itself, whose parameters are of ``dtype`` already."""
         return self.module
 
-    load = build
+    build = load
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class FromConfig:
         """The class name of the model."""
         return str(model_class(self.config).__name__)
 
-    def build(self) -> nn.Module:
-        """The model with random fp32 weights from torch's generator, on torch's default device."""
-        model: nn.Module = model_class(self.config)._from_config(self.config, dtype=torch.float32)
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model with random weights from torch's generator, on torch's default device."""
+        model: nn.Module = model_class(self.config)._from_config(self.config, dtype=dtype)
         return model
 
     load = build
@@ -68,21 +70,39 @@ class FromPretrained:
         """The path or id."""
         return self.path
 
-    def build(self) -> nn.Module:
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The architecture with random weights: what planning needs, without reading a weight file."""
-        return FromConfig(self.config).build()
+        return FromConfig(self.config).build(dtype)
 
-    def load(self) -> nn.Module:
-        """The model with its weights in fp32, whatever they are stored in."""
-        model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=torch.float32)
+    def load(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model with its weights in ``dtype``, whatever they are stored in.
+
+        Raises:
+            ValueError: they are not there.
+        """
+        try:
+            model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=dtype)
+        except OSError as error:
+            raise ValueError(
+                f"the weights at {self.path!r} cannot be loaded ({_first_line(error)}): give a folder that save_pretrained "
+                f"wrote, or fetch the model first."
+            ) from error
         return model
+
+
+def weight_dtype(precision: Precision) -> torch.dtype:
+    """The type of the weights that a precision trains."""
+    return torch.bfloat16 if isinstance(precision, Bf16) else torch.float32
 
 
 ModelSource = FromModule | FromConfig | FromPretrained
 
 
-def source(model: Any) -> ModelSource:
+def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
     """The source that ``model`` names: a module, a configuration (object or mapping), a local path or a hub id.
+
+    Args:
+        config: the architecture of what is at the path or id, which is then not asked for before its weights are loaded.
 
     Raises:
         ValueError: nothing of that name is there, or it is none of the above.
@@ -101,6 +121,8 @@ def source(model: Any) -> ModelSource:
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"model is {model!r}, and it must be a path, a hub id, a transformers config or an nn.Module.")
     path = os.fspath(model)
+    if config is not None:
+        return FromPretrained(path, _config_of(config))
     local = Path(path).expanduser()
     if local.is_dir():
         path = str(local)

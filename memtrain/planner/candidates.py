@@ -6,14 +6,21 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from memtrain.job import Job
+from memtrain.device import Cuda, Device
+from memtrain.job import Approximation, Fp32, Job
 from memtrain.plan import (
     POLICIES,
     AfterBackward,
     ChunkedLogits,
     DuringBackward,
+    EightBit,
     Fused,
     Keep,
+    OnDevice,
+    OnHost,
+    OptimizerState,
+    Paged,
+    PagedEightBit,
     Plan,
     Recompute,
     WholeLogits,
@@ -21,14 +28,15 @@ from memtrain.plan import (
 )
 
 
-def candidates(job: Job, blocks: int, constraints: Mapping[str, Any]) -> Iterator[Plan]:
+def candidates(job: Job, blocks: int, constraints: Mapping[str, Any], device: Device) -> Iterator[Plan]:
     """Every plan worth considering, those that ``check`` or ``prepare`` will refuse included, so that they get a reason.
 
     Args:
         blocks: repeated blocks of the model.
         constraints: plan fields that are fixed: ``micro_batch_size`` as a number, the others as policies.
 
-    Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries.
+    Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries. Optimizer state
+    elsewhere than on the device is one only beside a card, and 8-bit state only where the job allows it.
     """
     choices: dict[str, tuple[Any, ...]] = {
         "micro_batch_size": micro_batch_sizes(job),
@@ -36,11 +44,23 @@ def candidates(job: Job, blocks: int, constraints: Mapping[str, Any]) -> Iterato
         "loss": (WholeLogits(), ChunkedLogits()),
         "update": (AfterBackward(), DuringBackward()),
         "optimizer_kernel": (Fused(),),
+        "optimizer_state": tuple(_states(job, device)),
     }
     assert choices.keys() == {"micro_batch_size", *POLICIES}
     choices.update({field: (fixed,) for field, fixed in constraints.items()})
     for values in product(*choices.values()):
         yield Plan(**dict(zip(choices, values, strict=True)))
+
+
+def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
+    yield OnDevice()
+    if isinstance(device, Cuda):
+        yield OnHost()
+        if isinstance(job.precision, Fp32):
+            yield Paged()
+        if Approximation.EIGHT_BIT_STATE in job.allow:
+            yield EightBit()
+            yield PagedEightBit()
 
 
 def _recomputations(blocks: int) -> Iterator[Recompute]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from memtrain.device import Device
+from memtrain.device import Cpu, Device
 from memtrain.job import Budget, Job
 from memtrain.memory.footprint import Footprint
+from memtrain.metrics import RunFolder
 from memtrain.plan import Plan, to_dict
 from memtrain.trace.event import Trace
 
@@ -19,12 +20,14 @@ class Rejected:
     Attributes:
         plan: the plan.
         reason: one sentence.
-        peak_allocated_bytes: its predicted peak, or None where the plan was refused without being simulated.
+        peak_allocated_bytes: its predicted peak, or None where the plan was refused.
+        is_bound: whether that is only what it takes at the least, found without simulating it.
     """
 
     plan: Plan
     reason: str
     peak_allocated_bytes: int | None = None
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +54,29 @@ class Choice:
     rejected: tuple[Rejected, ...]
     planning_seconds: float
 
+    def write(self, folder: RunFolder) -> None:
+        """Write ``plan.yaml`` and ``prediction.json``."""
+        folder.write_yaml("plan.yaml", to_dict(self.plan))
+        folder.write_json("prediction.json", self.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """The prediction as plain data, for ``prediction.json``."""
         return {
             **self.footprint.to_dict(),
             "budget_bytes": self.budget.device_bytes,
+            "host_budget_bytes": self.budget.host_bytes,
             "step_seconds": self.step_seconds,
             "plan": to_dict(self.plan),
             "device": self.device.name,
-            "threads": self.device.threads,
+            "threads": self.device.threads if isinstance(self.device, Cpu) else None,
             "assumed": list(self.trace.assumed),
             "rejected": [
-                {"plan": to_dict(other.plan), "reason": other.reason, "peak_allocated_bytes": other.peak_allocated_bytes}
+                {
+                    "plan": to_dict(other.plan),
+                    "reason": other.reason,
+                    "peak_allocated_bytes": other.peak_allocated_bytes,
+                    "is_bound": other.is_bound,
+                }
                 for other in self.rejected
             ],
         }
@@ -77,14 +91,16 @@ class Side:
     """One side of a comparison, predicted or measured.
 
     Attributes:
-        peak_allocated_bytes: peak over the whole run.
+        peak_allocated_bytes, peak_reserved_bytes, total_device_bytes: over the whole run, as in a Footprint.
         by_kind: bytes at the peak of weights, gradients, optimizer state, and of activations and temporaries together:
-            a measurement cannot tell those last two apart.
+            a measurement cannot tell those last two apart. Empty where it tells no kinds at all, as a card's counters.
         by_phase: peak within each phase.
         step_seconds: seconds per optimizer step (measured: the median).
     """
 
     peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    total_device_bytes: int
     by_kind: dict[str, int]
     by_phase: dict[str, int]
     step_seconds: float
@@ -93,6 +109,8 @@ class Side:
         """The side as plain data, for JSON."""
         return {
             "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "total_device_bytes": self.total_device_bytes,
             "by_kind": dict(self.by_kind),
             "by_phase": dict(self.by_phase),
             "step_seconds": self.step_seconds,

@@ -2,7 +2,8 @@
 
 A phase takes the longer of its arithmetic and its memory traffic (the roofline model, Williams et al. 2009,
 doi 10.1145/1498765.1498785), plus a fixed time per operator. The work of the plainest plan is measured at two micro-batch
-sizes, between which it is affine; what a policy adds to it is counted. That ranks plans; it is not a stopwatch.
+sizes, between which it is affine; what a policy adds to it is counted. Copies between host and card take their bytes at the
+rate of the link, and nothing overlaps them. That ranks plans; it is not a stopwatch.
 """
 
 from __future__ import annotations
@@ -10,14 +11,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memtrain.device import Device
-from memtrain.job import Job
-from memtrain.plan import ChunkedLogits, DuringBackward, Foreach, Plan, Recompute
+from memtrain.device import Cuda, Device
+from memtrain.job import Bf16, Job
+from memtrain.plan import (
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Foreach,
+    OnDevice,
+    OnHost,
+    Paged,
+    PagedEightBit,
+    Plan,
+    Recompute,
+)
 from memtrain.trace.event import Phase, Work
 
 # Passes over the parameters that AdamW makes: fused reads weight, gradient and two moments and writes three of them;
 # foreach runs about twelve elementwise kernels of two to three operands each (torch/optim/adamw.py, _multi_tensor_adamw).
 _FUSED_PASSES, _FOREACH_PASSES = 7, 30
+# bitsandbytes' 8-bit update reads weight and gradient and writes the weight, and both moments take a byte each way.
+_EIGHT_BIT_PASSES = 3
+# What the host does with the gradients besides the update: add those of each further micro-batch (two operands and a
+# result), and for clipping read them once and scale them (features/host_state.py).
+_ADD_PASSES, _CLIP_PASSES = 3, 3
 # Operators that the chunked loss runs per chunk (features/chunked_loss.py).
 _OPERATORS_PER_CHUNK = 16
 
@@ -33,6 +50,7 @@ class CostModel:
         blocks: repeated blocks of the model.
         parameters: number of parameter tensors that are updated.
         parameter_bytes: their bytes.
+        elements: their elements.
     """
 
     job: Job
@@ -45,6 +63,7 @@ class CostModel:
     blocks: int
     parameters: int
     parameter_bytes: int
+    elements: int
 
     def step_seconds(self, plan: Plan) -> float:
         """Predicted seconds per optimizer step."""
@@ -60,9 +79,26 @@ class CostModel:
         return micro_batches * seconds + self._update_seconds(plan)
 
     def _update_seconds(self, plan: Plan) -> float:
+        state, device, size = plan.optimizer_state, self.device, self.parameter_bytes
+        one_by_one = isinstance(plan.update, DuringBackward) or not isinstance(state, OnDevice)
+        seconds = (self.parameters if one_by_one else 1) * device.operator_seconds
+        if isinstance(device, Cuda) and isinstance(state, OnHost):
+            micro_batches = self.job.global_batch_size // plan.micro_batch_size
+            passes = _FUSED_PASSES + _ADD_PASSES * (micro_batches - 1) + _CLIP_PASSES * (self.job.max_grad_norm is not None)
+            # Each gradient goes to the host, each weight there and back.
+            return (
+                seconds
+                + (micro_batches + 2) * size / device.link_bytes_per_second
+                + passes * size / device.host_bytes_per_second
+            )
+        moments = 2 * (self.elements if isinstance(state, EightBit | PagedEightBit) else 4 * self.elements)
+        if isinstance(device, Cuda) and isinstance(state, Paged | PagedEightBit):
+            # At worst every page comes and goes.
+            seconds += 2 * moments / device.link_bytes_per_second
+        if isinstance(state, EightBit | PagedEightBit):
+            return seconds + (_EIGHT_BIT_PASSES * size + 2 * moments) / device.bytes_per_second
         passes = _FOREACH_PASSES if isinstance(plan.optimizer_kernel, Foreach) else _FUSED_PASSES
-        launches = self.parameters if isinstance(plan.update, DuringBackward) else 1
-        return passes * self.parameter_bytes / self.device.bytes_per_second + launches * self.device.operator_seconds
+        return seconds + passes * size / device.bytes_per_second
 
     def _work(self, phase: Phase, size: int) -> Work:
         """Work of one micro-batch of ``size`` rows, on the line through the two measured sizes."""
@@ -75,6 +111,7 @@ class CostModel:
         return Work(at(small.flops, large.flops), at(small.bytes, large.bytes), at(small.operators, large.operators))
 
     def _seconds(self, work: Work) -> float:
-        arithmetic = work.flops / self.device.flops_per_second
+        dtype = "bfloat16" if isinstance(self.job.precision, Bf16) else "float32"
+        arithmetic = work.flops / self.device.flops(dtype)
         traffic = work.bytes / self.device.bytes_per_second
         return max(arithmetic, traffic) + work.operators * self.device.operator_seconds

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from memtrain.device import Device
 from memtrain.job import Job
+from memtrain.memory.allocator_config import AllocatorConfig
 from memtrain.memory.extend import NotAlike, extend
+from memtrain.memory.footprint import Footprint, footprint
+from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.blocks import blocks
-from memtrain.models.build import ModelSource
-from memtrain.plan import ChunkedLogits, Plan, PlanRefused, check, micro_batch_sizes
+from memtrain.models.build import ModelSource, weight_dtype
+from memtrain.plan import (
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Keep,
+    OnDevice,
+    OnHost,
+    Paged,
+    PagedEightBit,
+    Plan,
+    PlanRefused,
+    Recompute,
+    check,
+    micro_batch_sizes,
+)
 from memtrain.planner.cost import CostModel
-from memtrain.trace.event import Phase, Trace, Work
+from memtrain.planner.remedies import cheaper
+from memtrain.trace.event import Kind, Phase, Trace, Work
 from memtrain.trace.simulate import RowShapes, dataless_model, simulate
+
+# bitsandbytes pages the state of tensors of so many elements (optim/optimizer.py, get_state_buffer), and keeps the 8-bit state
+# of embeddings in 32 bits, so what it pages is this or more.
+_LEAST_PAGED_ELEMENTS = 100_000
 
 
 class Predictor:
@@ -24,15 +48,88 @@ class Predictor:
         source: the model.
         rows: shape and type of each tensor of one row.
         evaluation_rows: number of rows that the run evaluates on.
+        allocator: how a card's allocator is set, in the words of PYTORCH_ALLOC_CONF; empty for the defaults of this torch.
+
+    Raises:
+        ValueError: ``allocator`` has a setting that torch does not know, or that is not simulated.
     """
 
-    def __init__(self, job: Job, source: ModelSource, rows: RowShapes, device: Device, *, evaluation_rows: int = 0) -> None:
-        self.job, self.device = job, device
-        self._source, self._rows, self._evaluation_rows = source, rows, evaluation_rows
+    def __init__(
+        self,
+        job: Job,
+        source: ModelSource,
+        rows: RowShapes,
+        device: Device,
+        *,
+        evaluation_rows: int = 0,
+        allocator: str = "",
+    ) -> None:
+        self.job, self.device, self.source, self.rows = job, device, source, rows
+        self._evaluation_rows, self._allocator = evaluation_rows, allocator
+        self._allocator_config = AllocatorConfig.of(allocator, torch.__version__)
         self._simulated: dict[Plan, Trace] = {}
-        self.model = dataless_model(source)
-        self.blocks = len(blocks(self.model))
-        self._parameters = [parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad]
+        self._peaks: dict[Plan, tuple[int, Mapping[str, int]]] = {}
+        self.model = dataless_model(source, weight_dtype(job.precision))
+        self._blocks = list(blocks(self.model))
+        self.blocks = len(self._blocks)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
+        """Changes of the job that people make when nothing fits: what each is called, its predictor and its plan."""
+        for change, job, source, rows, changed in cheaper(self.job, self.source, self.rows, plan, self.device):
+            yield change, Predictor(job, source, rows, self.device, allocator=self._allocator), changed
+
+    def footprint(self, trace: Trace) -> Footprint:
+        """The footprint of a trace on the device."""
+        return footprint(trace, self.device, self._allocator_config)
+
+    def least_bytes(self, plan: Plan) -> int:
+        """Bytes that a plan allocates on the device at the least, from what is known without simulating it.
+
+        Weights, gradients and state lie beside each other in the update. Where a plan has been simulated that differs only
+        in keeping every activation, its peak without what the recomputed blocks keep is a bound; where one has been that
+        recomputes every block, its whole peak is.
+        """
+        bounds = [self._held_in_update(plan)]
+        if isinstance(plan.activations, Recompute) and (kept := replace(plan, activations=Keep())) in self._simulated:
+            peak, saved = self._peak(kept)
+            bounds.append(
+                peak - sum(saved.get(path, 0) for path in self._blocks[plan.activations.every - 1 :: plan.activations.every])
+            )
+        if (leanest := replace(plan, activations=Recompute())) in self._simulated:
+            bounds.append(self._peak(leanest)[0])
+        return max(bounds)
+
+    def _peak(self, plan: Plan) -> tuple[int, Mapping[str, int]]:
+        """The peak of a simulated plan, and what each block has saved at it."""
+        if plan not in self._peaks:
+            timeline = MemoryTimeline(self._simulated[plan])
+            saved: dict[str, int] = {}
+            for event in timeline.live_at(timeline.peak_position):
+                if event.kind is Kind.SAVED_ACTIVATION:
+                    for path in self._blocks:
+                        if f"{event.module}.".startswith(f"{path}."):
+                            saved[path] = saved.get(path, 0) + event.bytes
+            self._peaks[plan] = timeline.peak_bytes, saved
+        return self._peaks[plan]
+
+    def least_host_bytes(self, plan: Plan) -> int:
+        """Bytes that a plan takes of a card's host at the least."""
+        trained = sum(parameter.nbytes for parameter in self._trained)
+        if isinstance(plan.optimizer_state, OnHost):
+            return (2 if isinstance(plan.update, DuringBackward) else 3) * trained
+        # The library keeps small state on the card.
+        large = sum(parameter.numel() for parameter in self._trained if parameter.numel() >= _LEAST_PAGED_ELEMENTS)
+        return {Paged: 8 * large, PagedEightBit: 2 * large}.get(type(plan.optimizer_state), 0)
+
+    def _held_in_update(self, plan: Plan) -> int:
+        trained = sum(parameter.nbytes for parameter in self._trained)
+        gradients = 0 if isinstance(plan.update, DuringBackward) or isinstance(plan.optimizer_state, OnHost) else trained
+        elements = sum(parameter.numel() for parameter in self._trained)
+        # bitsandbytes keeps small tensors in more bits and adds scales: a byte per moment is the least.
+        moments = {OnDevice: 2 * trained, EightBit: 2 * elements}.get(type(plan.optimizer_state), 0)
+        return self._weight_bytes + gradients + moments
 
     def trace(self, plan: Plan) -> Trace:
         """The trace of a plan, simulated whole.
@@ -42,19 +139,19 @@ class Predictor:
             ValueError: the model returns no loss, or does not run without data.
         """
         if plan not in self._simulated:
-            check(plan, self.job)
+            check(plan, self.job, self.device)
             try:
                 self._simulated[plan] = simulate(
                     self.job,
                     plan,
-                    dataless_model(self._source),
-                    self._rows,
+                    self.source,
+                    self.rows,
                     self.device,
                     evaluation_rows=self._evaluation_rows,
                 )
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 raise ValueError(
-                    f"{self._source.name} does not run without data ({type(error).__name__}: {str(error).splitlines()[0]}): "
+                    f"{self.source.name} does not run without data ({type(error).__name__}: {str(error).splitlines()[0]}): "
                     f"take what looks at values or at the device out of its forward, and give it freshly built."
                 ) from error
         return self._simulated[plan]
@@ -81,9 +178,8 @@ class Predictor:
         except NotAlike:
             return self.trace(plan)
 
-    def cost_model(self, plain: Callable[[int], Plan]) -> CostModel:
-        """The cost model of the job, from the plan that ``plain`` gives for two micro-batch sizes."""
-        sizes = sorted(micro_batch_sizes(self.job))
+    def cost_model(self, plain: Callable[[int], Plan], sizes: Sequence[int]) -> CostModel:
+        """The cost model of the job, from the plan that ``plain`` gives for the first two of ``sizes``, in rising order."""
         small, large = sizes[0], sizes[min(1, len(sizes) - 1)]
         try:
             work = self._work_per_micro_batch(plain(small)), self._work_per_micro_batch(plain(large))
@@ -98,15 +194,16 @@ class Predictor:
             small_size=small,
             large=work[1],
             large_size=large,
-            tokens_per_row=math.prod(self._rows["labels"][0]) if "labels" in self._rows else 1,
+            tokens_per_row=math.prod(self.rows["labels"][0]) if "labels" in self.rows else 1,
             blocks=self.blocks,
-            parameters=len(self._parameters),
-            parameter_bytes=sum(self._parameters),
+            parameters=len(self._trained),
+            parameter_bytes=sum(parameter.nbytes for parameter in self._trained),
+            elements=sum(parameter.numel() for parameter in self._trained),
         )
 
     def _work_per_micro_batch(self, plan: Plan) -> dict[Phase, Work]:
         trace = self.trace(plan)
-        # As simulated: at most two steps, each of two micro-batches or of the only one.
-        runs = min(2, self.job.steps) * min(2, self.job.global_batch_size // plan.micro_batch_size)
+        # Only the first step is counted, of one micro-batch unless it is the last step as well.
+        runs = 1 if self.job.steps > 1 else min(2, self.job.global_batch_size // plan.micro_batch_size)
         found = {phase: trace.work.get(phase, Work()) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         return {phase: Work(work.flops / runs, work.bytes / runs, work.operators / runs) for phase, work in found.items()}

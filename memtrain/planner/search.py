@@ -9,14 +9,28 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from memtrain.device import Cuda, Device
 from memtrain.job import Budget, Job
-from memtrain.memory.footprint import Footprint, footprint
-from memtrain.plan import ChunkedLogits, DuringBackward, Plan, PlanRefused, Recompute, check
+from memtrain.memory.footprint import Footprint
+from memtrain.plan import (
+    ChunkedLogits,
+    DuringBackward,
+    Keep,
+    OnDevice,
+    OnHost,
+    Plan,
+    PlanRefused,
+    Recompute,
+    WholeLogits,
+    check,
+)
 from memtrain.planner.candidates import candidates
 from memtrain.planner.choice import Choice, NoPlanFits, Rejected
+from memtrain.planner.cost import CostModel
 from memtrain.planner.predict import Predictor
 from memtrain.units import format_bytes
 
@@ -32,34 +46,37 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         PlanRefused: the constraints leave no plan that trains the job.
     """
     started = time.perf_counter()
-    cost = predictor.cost_model(lambda size: Plan(micro_batch_size=size))
-    ranked = sorted(candidates(predictor.job, predictor.blocks, constraints or {}), key=cost.step_seconds)
-    possible, refusals = _possible(ranked, predictor.job)
+    plans = list(candidates(predictor.job, predictor.blocks, constraints or {}, predictor.device))
+    possible, refusals = _possible(plans, predictor.job, predictor.device)
     if not possible:
-        raise PlanRefused(next(iter(refusals.values())).reason)
+        raise PlanRefused(refusals[0].reason)
     _require_a_plan_that_fits(possible, predictor, budget)
+    cost = predictor.cost_model(_plainest(possible), sorted({plan.micro_batch_size for plan in possible}))
+    possible.sort(key=cost.step_seconds)
 
     rejected: list[Rejected] = []
     for plan in possible:
+        if over := _over(*_least_missing(plan, predictor, budget)):
+            least = predictor.least_bytes(plan)
+            rejected.append(Rejected(plan=plan, reason=f"at least {over}", peak_allocated_bytes=least, is_bound=True))
+            continue
         try:
-            predicted = footprint(predictor.inferred(plan))
+            predicted = predictor.footprint(predictor.inferred(plan))
         except PlanRefused as refusal:
-            _add_refusal(refusals, plan, str(refusal))
+            refusals.append(Rejected(plan=plan, reason=str(refusal)))
             continue
         if predicted.fits(budget):
             # What was inferred proves itself: the chosen plan is simulated whole, and only that counts.
-            predicted = footprint(predictor.trace(plan))
+            predicted = predictor.footprint(predictor.trace(plan))
         if predicted.fits(budget):
             break
-        over = format_bytes(predicted.missing_bytes(budget))
-        rejected.append(
-            Rejected(plan=plan, reason=f"{over} over the budget", peak_allocated_bytes=predicted.peak_allocated_bytes)
-        )
+        reason = _over(*_missing(predicted, budget))
+        rejected.append(Rejected(plan=plan, reason=reason, peak_allocated_bytes=predicted.peak_allocated_bytes))
     else:
         raise AssertionError("a plan fitted when the smallest were tried and no longer does")
 
-    faster = {other: position for position, other in enumerate(ranked[: ranked.index(plan)])}
-    rejected += [refused for refused in refusals.values() if refused.plan in faster]
+    seconds = cost.step_seconds(plan)
+    rejected += _one_per_reason(refusals, cost, seconds)
     return Choice(
         job=predictor.job,
         budget=budget,
@@ -67,29 +84,74 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         plan=plan,
         footprint=predicted,
         trace=predictor.trace(plan),
-        step_seconds=cost.step_seconds(plan),
-        rejected=tuple(sorted(rejected, key=lambda entry: faster[entry.plan])),
+        step_seconds=seconds,
+        rejected=tuple(sorted(rejected, key=lambda entry: cost.step_seconds(entry.plan))),
         planning_seconds=time.perf_counter() - started,
     )
 
 
-def _possible(ranked: Sequence[Plan], job: Job) -> tuple[list[Plan], dict[str, Rejected]]:
-    """The plans that train the job, and for each reason the fastest plan that is refused for it."""
+def _plainest(possible: Sequence[Plan]) -> Callable[[int], Plan]:
+    """The plan of a micro-batch size whose work the cost model starts from: one that keeps its activations and logits.
+
+    Its state is on the host where that is possible. The work is the same, and beside a card it is the plan that is most
+    often simulated anyway.
+    """
+
+    def plain(size: int) -> Plan:
+        alike = [plan for plan in possible if plan.micro_batch_size == size]
+        chosen = next((plan for plan in alike if isinstance(plan.optimizer_state, OnHost)), alike[0])
+        return replace(chosen, activations=Keep(), loss=WholeLogits())
+
+    return plain
+
+
+def _missing(predicted: Footprint, budget: Budget) -> tuple[int, int]:
+    """Bytes that are missing on the device and on the host."""
+    return predicted.missing_bytes(budget), predicted.missing_host_bytes(budget)
+
+
+def _least_missing(plan: Plan, predictor: Predictor, budget: Budget) -> tuple[int, int]:
+    """Bytes that are missing on the device and on the host at the least, by what is known without simulating the plan."""
+    beside = predictor.device.context_bytes if isinstance(predictor.device, Cuda) else 0
+    host = 0 if budget.host_bytes is None else predictor.least_host_bytes(plan) - budget.host_bytes
+    return max(0, predictor.least_bytes(plan) + beside - budget.device_bytes), max(0, host)
+
+
+def _may_be_smaller(plan: Plan, smallest: Footprint, predictor: Predictor, budget: Budget) -> bool:
+    """Whether a plan may fit better than the smallest so far, by what is known without simulating it."""
+    if smallest.missing_bytes(budget):
+        return predictor.least_bytes(plan) < smallest.peak_allocated_bytes
+    return not any(_least_missing(plan, predictor, budget))
+
+
+def _over(device: int, host: int) -> str:
+    """What is missing, in words; nothing where nothing is."""
+    parts = [f"{format_bytes(device)} over the budget"] if device else []
+    if host:
+        parts.append(f"{format_bytes(host)} more than the host has")
+    return " and ".join(parts)
+
+
+def _possible(plans: Sequence[Plan], job: Job, device: Device) -> tuple[list[Plan], list[Rejected]]:
+    """The plans that train the job, and those that do not with the reason."""
     possible: list[Plan] = []
-    refusals: dict[str, Rejected] = {}
-    for plan in ranked:
+    refusals: list[Rejected] = []
+    for plan in plans:
         try:
-            check(plan, job)
+            check(plan, job, device)
         except PlanRefused as refusal:
-            _add_refusal(refusals, plan, str(refusal))
+            refusals.append(Rejected(plan=plan, reason=str(refusal)))
         else:
             possible.append(plan)
     return possible, refusals
 
 
-def _add_refusal(refusals: dict[str, Rejected], plan: Plan, reason: str) -> None:
-    """One entry per reason: reasons that differ only in numbers say the same about many plans."""
-    refusals.setdefault(re.sub(r"\d+", "#", reason), Rejected(plan=plan, reason=reason))
+def _one_per_reason(refusals: Sequence[Rejected], cost: CostModel, seconds: float) -> list[Rejected]:
+    """Of each reason the fastest plan, if it is faster than the chosen one; reasons that differ only in numbers are one."""
+    first: dict[str, Rejected] = {}
+    for refused in sorted(refusals, key=lambda refused: cost.step_seconds(refused.plan)):
+        first.setdefault(re.sub(r"\d+", "#", refused.reason), refused)
+    return [refused for refused in first.values() if cost.step_seconds(refused.plan) < seconds]
 
 
 def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget) -> None:
@@ -101,25 +163,53 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
     sizes = [plan.micro_batch_size for plan in possible]
     extremes = {min(sizes), max(sizes)}
     smallest: tuple[Footprint, Plan] | None = None
+    reason = ""
     for plan in sorted((plan for plan in possible if plan.micro_batch_size in extremes), key=_thrift):
+        if smallest is not None and not _may_be_smaller(plan, smallest[0], predictor, budget):
+            continue
         try:
-            predicted = footprint(predictor.inferred(plan))
+            predicted = predictor.footprint(predictor.inferred(plan))
         except PlanRefused as refusal:
             reason = str(refusal)
             continue
         if predicted.fits(budget):
             return
-        if smallest is None or predicted.peak_allocated_bytes < smallest[0].peak_allocated_bytes:
+        if smallest is None or _missing(predicted, budget) < _missing(smallest[0], budget):
             smallest = predicted, plan
     if smallest is None:
         raise PlanRefused(reason)
-    predicted, plan = smallest
-    missing = predicted.missing_bytes(budget)
-    raise NoPlanFits(
-        f"no plan fits the budget of {format_bytes(budget.device_bytes)} ({budget.device_bytes:,} bytes{_origin(budget)}): the smallest found "
-        f"({plan}) needs {format_bytes(predicted.peak_allocated_bytes)} ({predicted.peak_allocated_bytes:,} bytes), "
-        f"{format_bytes(missing)} ({missing:,} bytes) more; raise the budget, shorten the rows or take a smaller model."
+    raise NoPlanFits(_nothing_fits(*smallest, predictor, budget))
+
+
+def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget) -> str:
+    """What the smallest plan needs, what is missing on which side, and what would help."""
+    device, host = _missing(smallest, budget)
+    if not device and budget.host_bytes is not None:
+        return (
+            f"no plan fits the host's {_exactly(budget.host_bytes)}: the smallest found ({plan}) fits the device and needs "
+            f"{_exactly(smallest.host_bytes)} of the host, {_exactly(host)} more; raise host_bytes{_changes(smallest, plan, predictor, budget)}."
+        )
+    beside = f" (and {_exactly(host)} more of the host)" if host else ""
+    return (
+        f"no plan fits the budget of {_exactly(budget.device_bytes, _origin(budget))}: the smallest found "
+        f"({plan}) needs {_exactly(smallest.total_device_bytes)}, {_exactly(device)} more{beside}; "
+        f"raise the budget{_changes(smallest, plan, predictor, budget)}."
     )
+
+
+def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget) -> str:
+    """What changes of the job would help and what each would need; they train something else, so nobody makes them unasked."""
+    needs = []
+    for change, other, changed in predictor.cheaper_jobs(plan):
+        found = other.footprint(other.trace(changed))
+        if _missing(found, budget) < _missing(smallest, budget):
+            host = f" and {format_bytes(found.host_bytes)} of the host" if found.host_bytes else ""
+            needs.append(f"{change} would need {format_bytes(found.total_device_bytes)}{host}")
+    return f", or change the job: {', '.join(needs)}" if needs else ", shorten the rows or take a smaller model"
+
+
+def _exactly(size: int, beside: str = "") -> str:
+    return f"{format_bytes(size)} ({size:,} bytes{beside})"
 
 
 def _origin(budget: Budget) -> str:
@@ -129,7 +219,7 @@ def _origin(budget: Budget) -> str:
     return f", {format_bytes(budget.tightest.bytes)} {budget.tightest.source}{less}" if less or not asked else ""
 
 
-def _thrift(plan: Plan) -> tuple[int, int, bool, bool]:
+def _thrift(plan: Plan) -> tuple[object, ...]:
     """A guess at which plans take least, to try those first: the order decides nothing but how soon one is found."""
     blocks_kept_per_recomputed = plan.activations.every if isinstance(plan.activations, Recompute) else sys.maxsize
     return (
@@ -137,4 +227,5 @@ def _thrift(plan: Plan) -> tuple[int, int, bool, bool]:
         blocks_kept_per_recomputed,
         not isinstance(plan.loss, ChunkedLogits),
         not isinstance(plan.update, DuringBackward),
+        isinstance(plan.optimizer_state, OnDevice),
     )

@@ -27,7 +27,7 @@ from memtrain.trace.event import Kind
 from memtrain.units import format_bytes, format_count, format_seconds
 
 OWNERS_SHOWN = 5
-REJECTED_SHOWN = 6
+REJECTED_SHOWN = 12
 UNKNOWN = "–"
 
 
@@ -39,6 +39,7 @@ def choice_view(choice: Choice) -> RenderableType:
         ("budget", _budget(choice.budget)),
         ("plan", _plan(choice)),
         ("peak", _peak(peak, choice.budget)),
+        *([("host", _host(peak, choice.budget))] if peak.host_bytes else []),
         ("reached", Text(f"in {peak.peak_phase}, by {_source(peak.peak_operator, peak.peak_module)}")),
         ("held by", _owners(peak)),
         ("by phase", Columns([Text(f"{phase} {format_bytes(size)}") for phase, size in peak.by_phase.items()], padding=(0, 3))),
@@ -78,7 +79,12 @@ def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequenc
     )
     table.add_row("peak", *_byte_cells(predicted.peak_allocated_bytes, measured.peak_allocated_bytes), style="bold")
     for kind in dict.fromkeys([*predicted.by_kind, *measured.by_kind]):
-        table.add_row(f"  {kind}", *_byte_cells(predicted.by_kind.get(kind, 0), measured.by_kind.get(kind, 0)))
+        # A side that tells no kinds has not measured them; one that tells some held nothing of the others.
+        held = [side.by_kind.get(kind, 0) if side.by_kind else None for side in (predicted, measured)]
+        table.add_row(f"  {kind}", *_byte_cells(*held))
+    if predicted.total_device_bytes != predicted.peak_allocated_bytes:
+        table.add_row("reserved", *_byte_cells(predicted.peak_reserved_bytes, measured.peak_reserved_bytes))
+        table.add_row("in total", *_byte_cells(predicted.total_device_bytes, measured.total_device_bytes))
     for phase in dict.fromkeys([*predicted.by_phase, *measured.by_phase]):
         table.add_row(f"peak in {phase}", *_byte_cells(predicted.by_phase.get(phase), measured.by_phase.get(phase)))
     table.add_row("seconds per step", *_second_cells(predicted.step_seconds, measured.step_seconds))
@@ -160,7 +166,7 @@ def _job(choice: Choice) -> Text:
     optimizer = f"{type(job.optimizer).__name__} at learning rate {job.optimizer.learning_rate:g}"
     return Text(
         f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}, "
-        f"precision {policy_name(type(job.precision))}"
+        f"precision {policy_name(type(job.precision))} (weights, gradients and optimizer state)"
     )
 
 
@@ -170,6 +176,8 @@ def _budget(budget: Budget) -> RenderableType:
     for limit in budget.limits:
         mark = " (the tightest)" if limit is budget.tightest else ""
         limits.add_row(format_bytes(limit.bytes), Text(f"{limit.source}{mark}"))
+    for limit in budget.host_limits:
+        limits.add_row(format_bytes(limit.bytes), Text(f"of the host, {limit.source}"))
     return Group(Text(f"{format_bytes(budget.device_bytes)}: the tightest limit, {headroom}"), limits)
 
 
@@ -190,11 +198,18 @@ def _peak(peak: Footprint, budget: Budget) -> RenderableType:
     for kind in Kind:
         if size := peak.by_kind.get(kind, 0):
             kinds.add_row(str(kind), format_bytes(size), f"{100 * size / total:.1f} %", ProgressBar(total, size))
-    share = f"{100 * total / budget.device_bytes:.1f} %"
-    headline = Text(
-        f"{format_bytes(total)} allocated of {format_bytes(budget.device_bytes)} ({share}), predicted", style="bold"
-    )
+    taken = [f"{format_bytes(total)} allocated"]
+    if peak.total_device_bytes != total:
+        taken += [f"{format_bytes(peak.peak_reserved_bytes)} reserved", f"{format_bytes(peak.total_device_bytes)} in total"]
+    share = f"{100 * peak.total_device_bytes / budget.device_bytes:.1f} %"
+    headline = Text(f"{', '.join(taken)} of {format_bytes(budget.device_bytes)} ({share}), predicted", style="bold")
     return Group(headline, kinds)
+
+
+def _host(peak: Footprint, budget: Budget) -> Text:
+    bound = "" if budget.host_bytes is None else f" of {format_bytes(budget.host_bytes)}"
+    kinds = [f"{kind} {format_bytes(size)}" for kind, size in peak.host_by_kind.items()]
+    return Text(f"{format_bytes(peak.host_bytes)}{bound}: {', '.join(kinds)}")
 
 
 def _owners(peak: Footprint) -> Table:
@@ -208,23 +223,33 @@ def _owners(peak: Footprint) -> Table:
 def _rejected(rejected: Sequence[Rejected], chosen: Plan) -> RenderableType:
     table = Table(
         Column("faster, differing in", overflow="fold"),
-        Column("predicted", justify="right", no_wrap=True),
+        Column("allocated", justify="right", no_wrap=True),
         Column("why not", overflow="fold"),
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
         header_style="dim",
     )
-    for other in rejected[:REJECTED_SHOWN]:
-        size = UNKNOWN if other.peak_allocated_bytes is None else format_bytes(other.peak_allocated_bytes)
-        table.add_row(_difference(other.plan, chosen), size, Text(other.reason))
-    hidden = len(rejected) - REJECTED_SHOWN
+    groups: dict[tuple[str, int | None], list[Rejected]] = {}
+    for other in rejected:
+        groups.setdefault((other.reason, other.peak_allocated_bytes), []).append(other)
+    for (reason, size), alike in list(groups.items())[:REJECTED_SHOWN]:
+        bound = "≥ " if alike[0].is_bound else ""
+        shown = UNKNOWN if size is None else f"{bound}{format_bytes(size)}"
+        table.add_row(_difference([other.plan for other in alike], chosen), shown, Text(reason))
+    hidden = sum(len(alike) for alike in list(groups.values())[REJECTED_SHOWN:])
     return Group(table, Text(f"and {hidden} more", style="dim")) if hidden > 0 else table
 
 
-def _difference(plan: Plan, chosen: Plan) -> str:
-    changed = [str(getattr(plan, field)) for field in POLICIES if getattr(plan, field) != getattr(chosen, field)]
-    return ", ".join([f"micro-batch {plan.micro_batch_size}", *changed])
+def _difference(plans: Sequence[Plan], chosen: Plan) -> str:
+    """What the plans have in common that the chosen one has not."""
+    sizes = {plan.micro_batch_size for plan in plans}
+    named = [f"micro-batch {sizes.pop()}"] if len(sizes) == 1 else []
+    for field in POLICIES:
+        policies = {getattr(plan, field) for plan in plans}
+        if len(policies) == 1 and (policy := policies.pop()) != getattr(chosen, field):
+            named.append(f"state {policy}" if field == "optimizer_state" else str(policy))
+    return ", ".join(named) + (f" ({len(plans)} plans)" if len(plans) > 1 else "")
 
 
 def _source(operator: str, module: str) -> str:
@@ -281,7 +306,7 @@ def _closing_sentence(comparison: Comparison, budget: Budget) -> str:
     # Never "within 0.00 %" of something that was missed by a byte.
     error = 100 * abs(comparison.peak_error)
     accuracy = f"within {max(error, 0.01):.2f} %" if error else "to the byte"
-    distance = 100 * (1 - comparison.measured.peak_allocated_bytes / budget.device_bytes)
+    distance = 100 * (1 - comparison.measured.total_device_bytes / budget.device_bytes)
     digits = 0 if abs(distance) >= 10 else 1 if abs(distance) >= 1 else 2
     place = f"stayed {distance:.{digits}f} % under" if distance >= 0 else f"went {-distance:.{digits}f} % over"
     return f"The peak was predicted {accuracy} and {place} the budget."

@@ -42,8 +42,19 @@ def as_laid_out(device: Device, operator: Any, out: Any, args: Any) -> Any:
 
 def scratch_bytes(device: Device, operator: Any, args: Any, kwargs: Any) -> int:
     """Bytes that the device's kernel for ``operator`` allocates and frees inside itself."""
-    row = _SCRATCH[device.kind].get(operator)
+    row = _scratch_row(device, operator)
     return 0 if row is None else row(device, *args, **kwargs)
+
+
+def has_scratch(device: Device, operator: Any) -> bool:
+    """Whether the device's kernel for ``operator`` ever allocates inside itself."""
+    return _scratch_row(device, operator) is not None
+
+
+def _scratch_row(device: Device, operator: Any) -> Callable[..., int] | None:
+    table = _SCRATCH[device.kind]
+    row = table.get(operator)
+    return table.get(operator.name()) if row is None and operator.namespace != "aten" else row
 
 
 _active: dict[Any, Callable[..., Any]] = {}

@@ -259,7 +259,22 @@ def contiguous_copy(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
 
 
+def _bitsandbytes_update(copies: int) -> Callable[..., int]:
+    """fp32 copies of the weight's size, one more where the weight is not fp32, and three fp32 scalars.
+
+    Source: the updates of bitsandbytes/backends/default/ops.py, which processors run.
+    """
+
+    def scratch(_: Cpu, name: str, gradient: Tensor, weight: Tensor, *__: Any, **___: Any) -> int:
+        return 4 * (copies + (weight.dtype != torch.float32)) * weight.numel() + 12
+
+    return scratch
+
+
+# By operator, or by name where it exists only once its library is loaded.
 SCRATCH: dict[Any, Callable[..., int]] = {
+    "bitsandbytes::optimizer_update_32bit": _bitsandbytes_update(3),
+    "bitsandbytes::optimizer_update_8bit_blockwise": _bitsandbytes_update(5),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
     aten.native_layer_norm.default: _layer_norm,

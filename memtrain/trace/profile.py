@@ -45,7 +45,7 @@ class MemoryProfiler:
     """
 
     def __init__(self, held: Callable[[], Iterator[tuple[Kind, Tensor]]]) -> None:
-        self._held = held
+        self.held = held
         self._windows: list[tuple[str, int, list[Event]]] = []  # name, storages held before it, events
         self._numbers = 0
         self.peak_bytes = 0
@@ -59,7 +59,7 @@ class MemoryProfiler:
         """
         # Kineto prints a line at each start and stop unless told not to, before its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        before = _addresses(self._held())
+        before = _addresses(self.held())
         gradients: list[dict[int, int]] = []
 
         def note_gradients(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -73,7 +73,7 @@ class MemoryProfiler:
                 yield
         finally:
             hook.remove()
-        after = _addresses(self._held())
+        after = _addresses(self.held())
         happened = _flatten(profiler.profiler.kineto_results.experimental_event_tree(), phase)
         events = self._events(before, happened, after, gradients, phase)
         self._windows.append((name, len(before), events))
@@ -145,9 +145,9 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
                     yield Kind.OPTIMIZER_STATE, value
 
 
-def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of the tensors that live between steps, shared storages once."""
-    return sum(size for _, size in _addresses(held_by(model, optimizer)).values())
+def held_bytes(held: Iterator[tuple[Kind, Tensor]]) -> int:
+    """Bytes of tensors, shared storages once."""
+    return sum(size for _, size in _addresses(held).values())
 
 
 def _addresses(tensors: Iterator[tuple[Kind, Tensor]]) -> dict[int, tuple[Kind, int]]:

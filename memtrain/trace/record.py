@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from memtrain.trace.event import DEVICE, Event, Kind, Phase, Place, Trace, Work
-from memtrain.trace.values import tensors_in
+from memtrain.place import said_place
+from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Place, Trace, Work
+from memtrain.trace.layouts import tensors_in
+
+_PRECEDENCE = {kind: position for position, kind in enumerate(Kind)}
 
 
 @dataclass(slots=True)
@@ -42,29 +45,44 @@ class _Storage:
     freed_in: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What is asked of an operator each time it runs: whether its results are old storages, its name, its flop formula."""
+
+    aliases: bool
+    name: str
+    flops: Callable[..., float] | None
+
+    @classmethod
+    def of(cls, func: Any) -> Self:
+        returns = func._schema.returns
+        aliases = bool(returns) and all(one.alias_info is not None for one in returns)
+        return cls(aliases, _short_name(func), flop_registry.get(func._overloadpacket))
+
+
 class Recorder(TorchDispatchMode):
     """Records what happens to memory while it is the active mode.
 
     Args:
-        model: its parameters and buffers are weights, its submodules name the owners.
+        model: the model at work, where it is there already; see :meth:`watch`.
         vocabulary: width of the logits, to tell them from other activations; None where the model has none.
     """
 
-    def __init__(self, model: nn.Module, vocabulary: int | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, vocabulary: int | None = None) -> None:
         super().__init__()
         self.assumed: dict[str, None] = {}
-        self._vocabulary = vocabulary
-        self._model = model
-        self._paths = {module: path for path, module in model.named_modules()}
-        self._parameters = {parameter: path for path, parameter in model.named_parameters()}
+        self._hooks: list[Any] = []
         self._live: dict[int, tuple[weakref.ref[Any], _Storage]] = {}
         self._log: list[tuple[_Storage, bool, Phase]] = []
         self._numbers = 0
-        self._aliases: dict[Any, bool] = {}
+        self._operators: dict[int, _Operator] = {}
         self._marks: list[tuple[str, int]] = []
         self._work = {phase: Work() for phase in Phase}
         self._forced: Phase | None = None
         self._updating = 0
+        self._update_phase = Phase.FIRST_UPDATE
+        # Live storages that are not on the device; while there are none, nothing can be computed elsewhere.
+        self._elsewhere = 0
         self._last_phase = Phase.LOAD
         self._segment = 0
         # The path of each module being run, and whether it was entered from within backward (then it is recomputed).
@@ -72,14 +90,30 @@ class Recorder(TorchDispatchMode):
         # Autograd numbers its nodes in the order of creation: the module on top when a number is taken owns the nodes
         # from that number on, which is how backward is traced to modules without touching the graph.
         self._sequence_marks, self._sequence_paths = [0], [""]
+        self.watch(nn.Module() if model is None else model, vocabulary)
 
     # ------------------------------------------------------------------ what the caller says
 
+    def watch(self, model: nn.Module, vocabulary: int | None = None) -> None:
+        """Take ``model`` for the model at work: its parameters and buffers are weights, its submodules name the owners.
+
+        Gradients are tagged as soon as they are there, so this comes before any feature that takes them away.
+        """
+        self._model, self._vocabulary = model, vocabulary
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._parameters = {parameter: path for path, parameter in model.named_parameters()}
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._hooks += [parameter.register_post_accumulate_grad_hook(self._gradient_is_there) for parameter in trained]
+
     def track(self, tensor: Tensor, kind: Kind | None = None, path: str | None = None) -> None:
-        """Count a tensor that was made out of sight, unless it is known."""
+        """Count a tensor that was made out of sight, unless it is known; ``path`` is that of its module."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._live:
-            self._born(tensor, storage, operator="given", module=self._here() if path is None else path)
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            here = self._here() if path is None else path
+            self._born(tensor, storage, "given", here, said_place() or self.place_of_given(tensor))
+        elif path is not None:
+            entry[1].module = path
         if kind is not None:
             self.tag(tensor, kind)
 
@@ -88,8 +122,7 @@ class Recorder(TorchDispatchMode):
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is not None:
             storage = entry[1]
-            order = list(Kind)
-            if storage.kind is None or order.index(kind) < order.index(storage.kind):
+            if storage.kind is None or _PRECEDENCE[kind] < _PRECEDENCE[storage.kind]:
                 storage.kind = kind
 
     def track_weights(self) -> None:
@@ -101,10 +134,24 @@ class Recorder(TorchDispatchMode):
         """Begin a named section."""
         self._marks.append((name, len(self._log)))
 
+    def first_update_done(self) -> None:
+        """From here on an update finds the optimizer's state there."""
+        self._update_phase = Phase.UPDATE
+
+    @contextmanager
+    def held(self, sizes: Iterable[int], operator: str, place: Place) -> Iterator[None]:
+        """Memory that no operator allocates, held inside."""
+        storages = [self._new(size, operator, "", place, last_dim=0) for size in sizes]
+        try:
+            yield
+        finally:
+            for storage in storages:
+                self._died(storage)
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Everything inside belongs to ``phase``."""
-        before, self._forced = self._forced, phase
+        """Everything inside belongs to ``phase``; an update to the first or a later one, whichever it is."""
+        before, self._forced = self._forced, self._update_phase if phase is Phase.UPDATE else phase
         try:
             yield
         finally:
@@ -121,42 +168,66 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what the mode sees
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The guard against compilation costs as much as a small operator, and nothing here is compiled.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.execute(func, args, kwargs or {})
-        aliases = self._aliases.get(func)
-        if aliases is None:
-            returns = func._schema.returns
-            aliases = self._aliases[func] = bool(returns) and all(one.alias_info is not None for one in returns)
-        if not aliases:
-            for tensor in tensors_in(out):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._live:
-                    self._born(tensor, storage, _short_name(func), self._here())
-            self._workspace(self.scratch(func, args, kwargs or {}), _short_name(func))
-            self._count(func, args, kwargs or {}, out)
+        # By identity: an operator's hash is computed in Python.
+        operator = self._operators.get(id(func))
+        if operator is None:
+            operator = self._operators[id(func)] = _Operator.of(func)
+        if not operator.aliases:
+            made = [(tensor, tensor.untyped_storage()) for tensor in tensors_in(out)]
+            new = [(tensor, storage) for tensor, storage in made if storage._cdata not in self._live]
+            if new:
+                here, place = self._here(), self._place_of(args)
+                for tensor, storage in new:
+                    self._born(tensor, storage, operator.name, here, place)
+            self.inside_kernel(func, args, kwargs or {})
+            # Steps are alike, so the first stands for all; what is placed elsewhere is no work of the device.
+            if self._update_phase is Phase.FIRST_UPDATE and said_place() is None:
+                self._count(operator, args, kwargs or {}, out)
         return out
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator; the data-less run replaces this."""
         return func(*args, **kwargs)
 
-    def scratch(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Bytes that the kernel allocates and frees inside itself; none are seen from outside."""
-        return 0
+    def place_of_given(self, tensor: Tensor) -> Place:
+        """Where a tensor lies that was made out of sight and of which nothing is said."""
+        return DEVICE
 
-    def _workspace(self, size: int, operator: str) -> None:
-        if size:
-            storage = self._new(size, operator, self._here(), DEVICE, last_dim=0)
-            storage.kind = Kind.WORKSPACE
+    def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Memory that the kernel allocates inside itself; none is seen from outside."""
+
+    def workspace(self, size: int, func: Any, *, kept: bool = False) -> None:
+        """Count ``size`` bytes that the kernel of ``func`` takes, and frees again unless they are ``kept``."""
+        storage = self._new(size, _short_name(func), self._here(), DEVICE, last_dim=0)
+        storage.kind = Kind.WORKSPACE
+        if not kept:
             self._died(storage)
 
-    def _born(self, tensor: Tensor, storage: Any, operator: str, module: str) -> None:
+    def _place_of(self, args: Any) -> Place:
+        """Where a result lies: where it is said to, else on the host if all that it is computed from is there."""
+        said = said_place()
+        if said is not None or not self._elsewhere:
+            return said or DEVICE
+        known = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(args))
+        places = [entry[1].place for entry in known if entry is not None]
+        return HOST if places and all(place is HOST for place in places) else DEVICE
+
+    def _born(self, tensor: Tensor, storage: Any, operator: str, module: str, place: Place) -> None:
         last_dim = tensor.shape[-1] if tensor.dim() > 1 else 0
-        entry = self._new(storage.nbytes(), operator, module, DEVICE, last_dim)
+        entry = self._new(storage.nbytes(), operator, module, place, last_dim)
         key = storage._cdata
+        self._elsewhere += place is not DEVICE
 
         def died(_: Any) -> None:
             del self._live[key]
+            self._elsewhere -= place is not DEVICE
             self._died(entry)
 
         self._live[key] = (weakref.ref(storage, died), entry)
@@ -173,21 +244,20 @@ class Recorder(TorchDispatchMode):
         entry.freed_in = self._segment
         self._log.append((entry, False, phase))
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _count(self, operator: _Operator, args: Any, kwargs: Any, out: Any) -> None:
         work = self._work[self._last_phase]
         work.operators += 1
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            work.flops += formula(*args, **kwargs, out_val=out)
-        for tensor in tensors_in((*args, *kwargs.values(), *(out if isinstance(out, tuple | list) else (out,)))):
-            work.bytes += tensor.numel() * tensor.element_size()
+        if operator.flops is not None:
+            work.flops += operator.flops(*args, **kwargs, out_val=out)
+        for tensor in tensors_in((args, tuple(kwargs.values()), out)):
+            work.bytes += tensor.nbytes
 
     # ------------------------------------------------------------------ when and where
 
     def _now(self) -> Phase:
         """The phase, and a new segment whenever it changes."""
         if self._updating:
-            phase = Phase.UPDATE
+            phase = self._update_phase
         elif self._forced is not None:
             phase = self._forced
         elif torch._C._current_autograd_node() is None:
@@ -227,23 +297,28 @@ class Recorder(TorchDispatchMode):
             self._stack.pop()
             self._note_sequence()
 
+    def _gradient_is_there(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.tag(parameter.grad, Kind.GRADIENT)
+
     def _before_update(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         self._updating += 1
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.tag(parameter.grad, Kind.GRADIENT)
+                self._gradient_is_there(parameter)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    # Tracked, not only tagged: torch.tensor(0.0), a step count, is made below dispatch.
-                    self.track(value, Kind.OPTIMIZER_STATE)
+        # Of the weights that this step updated: it may be one of many.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor):
+                        # Tracked, not only tagged: torch.tensor(0.0), a step count, is made below dispatch.
+                        self.track(value, Kind.OPTIMIZER_STATE)
         self._updating -= 1
 
     def __enter__(self) -> Any:
-        self._hooks = [
+        self._hooks += [
             register_module_forward_pre_hook(self._entering),
             # Also when forward raises: recomputation stops early by an exception once it has what it needs.
             register_module_forward_hook(self._leaving, always_call=True),
@@ -256,16 +331,18 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     # ------------------------------------------------------------------ the result
 
     def trace(self) -> Trace:
         """What was recorded so far."""
+        kinds = {entry.number: self._kind_of(entry) for entry, born, _ in self._log if born}
         events = tuple(
             Event(
                 storage=entry.number,
                 bytes=entry.bytes if born else -entry.bytes,
-                kind=self._kind_of(entry),
+                kind=kinds[entry.number],
                 phase=phase,
                 operator=entry.operator if born else "free",
                 module=entry.module,
@@ -288,7 +365,7 @@ class Recorder(TorchDispatchMode):
         if entry.last_dim == self._vocabulary:
             return Kind.LOGITS
         outlives = entry.freed_in is None or entry.freed_in != entry.segment
-        if entry.phase in (Phase.FORWARD, Phase.RECOMPUTE) and outlives:
+        if outlives and (entry.phase is Phase.FORWARD or entry.phase is Phase.RECOMPUTE):
             return Kind.SAVED_ACTIVATION
         return Kind.TEMPORARY
 

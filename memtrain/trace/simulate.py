@@ -9,6 +9,7 @@ and the step do not know that they are simulated.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.data.rows import Batch
-from memtrain.device import Device
+from memtrain.device import Cuda, Device
 from memtrain.job import Job
-from memtrain.models.build import FromModule, ModelSource
+from memtrain.models.build import FromModule, ModelSource, weight_dtype
+from memtrain.models.save import largest_shard
+from memtrain.place import move_to_device_, placed
 from memtrain.plan import Plan
 from memtrain.run import Run, prepare
-from memtrain.trace.event import Kind, Phase, Trace
-from memtrain.trace.kernels import as_laid_out, kernels_of, scratch_bytes
+from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Place, Trace
+from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes
+from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
+from memtrain.trace.managed import paged_state
 from memtrain.trace.record import Recorder
 from memtrain.trace.values import Values, lift
 
@@ -31,29 +36,58 @@ RowShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class DatalessRecorder(Recorder):
-    """A recorder that also runs the operators, without data."""
+    """A recorder that also runs the operators, without data, as ``device`` would."""
 
-    def __init__(self, model: nn.Module, device: Device, vocabulary: int | None = None) -> None:
+    def __init__(self, device: Device, model: nn.Module | None = None, vocabulary: int | None = None) -> None:
         super().__init__(model, vocabulary)
         self._device = device
         self._values = Values(lambda sentence: self.assumed.setdefault(sentence))
+        # cuBLAS keeps one workspace for each thread that calls it: the caller's and autograd's.
+        self._threads_with_workspace: set[bool] = set()
+        # Operators whose kernel allocates nothing inside itself, by identity.
+        self._plain: set[int] = set()
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._values.is_plain_view(func, args, kwargs):
+            return func(*args)
         return as_laid_out(self._device, func, self._values.execute(func, args, kwargs), args)
 
-    def scratch(self, func: Any, args: Any, kwargs: Any) -> int:
-        return scratch_bytes(self._device, func, args, kwargs)
+    def place_of_given(self, tensor: Tensor) -> Place:
+        # Beside a card a tensor with data is the host's: a step count, a state of the generator.
+        return HOST if isinstance(self._device, Cuda) and not tensor.is_meta else DEVICE
+
+    def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
+        if id(func) in self._plain:
+            return
+        card = self._device if isinstance(self._device, Cuda) and uses_cublas(func) else None
+        if card is None and not has_scratch(self._device, func):
+            self._plain.add(id(func))
+            return
+        scratch = scratch_bytes(self._device, func, args, kwargs)
+        if scratch:
+            self.workspace(scratch, func)
+        if card is not None:
+            in_autograd = torch._C._current_autograd_node() is not None
+            if in_autograd not in self._threads_with_workspace:
+                self._threads_with_workspace.add(in_autograd)
+                self.workspace(cublas_workspace_bytes(card), func, kept=True)
 
 
-def dataless_model(source: ModelSource) -> nn.Module:
+def dataless_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model on data-less tensors: architecture, shapes and the values of small buffers, but no weights.
 
     A user's own module is copied without its data and stays untouched (rule 11).
     """
+    with Values(lambda _: None).mode():
+        return _built(source, dtype)
+
+
+def _built(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """The data-less model, made under a mode that runs operators without data."""
     if isinstance(source, FromModule):
         return _dataless_copy(source.module)
-    with Values(lambda _: None).mode(), torch.device("meta"):
-        model = source.build()
+    with torch.device("meta"):
+        model = source.build(dtype)
     for module in model.modules():
         # Some modules make a tensor by calls that ignore torch.device; their values are small and stay known.
         for name, buffer in module._buffers.items():
@@ -77,29 +111,48 @@ def _dataless_copy(module: nn.Module) -> nn.Module:
 def simulate(
     job: Job,
     plan: Plan,
-    model: nn.Module,
+    source: ModelSource,
     rows: RowShapes,
     device: Device,
     *,
     evaluation_rows: int = 0,
 ) -> Trace:
-    """Load, train two steps, evaluate and save, all on a data-less model; returns what that does to memory.
+    """Load, train two steps, evaluate and save, all without data; returns what that does to memory.
 
-    Two optimizer steps of at most two micro-batches stand for all: the first update creates the optimizer state, the
-    second step finds it there, and the second micro-batch finds gradients to add to.
+    Two optimizer steps stand for all: the first update creates the optimizer state, the second step finds it there, and
+    its second micro-batch finds gradients to add to.
 
     Args:
-        model: from :func:`dataless_model`; it is changed, so it serves one simulation.
+        source: the model; a module of the user's is copied.
         rows: shape and type of each tensor of one row.
         evaluation_rows: number of rows that the run evaluates on.
 
     Raises:
         ValueError: the plan does not suit the job or the model.
     """
-    with _as_if_supported(), kernels_of(device):
+    recorder = DatalessRecorder(device)
+    with _as_if_supported(), kernels_of(device), _without_collector():
+        recorder.mark("load")
+        with recorder, recorder.phase(Phase.LOAD):
+            model = _loaded(source, weight_dtype(job.precision), device)
+        recorder.watch(model, vocabulary_of(model))
         run = prepare(job, plan, model)
-        with DatalessRecorder(model, device, vocabulary_of(model)) as recorder, _random_states(recorder):
-            return record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
+        with paged_state(), recorder, _random_states(recorder):
+            record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
+            if isinstance(device, Cuda):
+                # What is written to a file is on the host first.
+                with recorder.phase(Phase.SAVE), recorder.held(largest_shard(model), "save", HOST):
+                    pass
+    return recorder.trace()
+
+
+def _loaded(source: ModelSource, dtype: torch.dtype, device: Device) -> nn.Module:
+    """The model as it is loaded: beside a card first on the host, and then tensor by tensor on the card."""
+    if not isinstance(device, Cuda):
+        return _built(source, dtype)
+    with placed(HOST):
+        model = _built(source, dtype)
+    return move_to_device_(model, "meta")
 
 
 def record(
@@ -113,7 +166,7 @@ def record(
         new_batch: makes a batch of so many rows.
     """
     run.update = recorder.inside(Phase.UPDATE, run.update)
-    stepped = min(2, job.global_batch_size // plan.micro_batch_size)
+    micro_batches = job.global_batch_size // plan.micro_batch_size
 
     def batch_of(count: int) -> Batch:
         batch = new_batch(count)
@@ -121,14 +174,17 @@ def record(
             recorder.tag(tensor, Kind.INPUT)
         return batch
 
-    recorder.mark("load")
     with recorder.phase(Phase.LOAD):
         recorder.track_weights()
-    for number in range(1, min(2, job.steps) + 1):
+    steps = min(2, job.steps)
+    for number in range(1, steps + 1):
         recorder.mark(f"step {number}")
+        # An update is the same after any number of micro-batches, so only the last step accumulates.
+        count = min(2 if number == steps else 1, micro_batches)
         # The rows of a step wait together; those of the micro-batches that are not run are held as one.
-        held = batch_of(job.global_batch_size - stepped * plan.micro_batch_size)
-        run.step([batch_of(plan.micro_batch_size) for _ in range(stepped)])
+        held = batch_of(job.global_batch_size - count * plan.micro_batch_size)
+        run.step([batch_of(plan.micro_batch_size) for _ in range(count)])
+        recorder.first_update_done()
         del held
     if evaluation_rows:
         recorder.mark("evaluate")
@@ -171,6 +227,21 @@ def _random_states(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.random.fork_rng = get_rng_state, fork_rng
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Free by reference counts alone: when the collector runs is chance, and a prediction is none.
+
+    What only the collector would free counts until the end, which is the most that it can be.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

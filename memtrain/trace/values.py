@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtrain.trace.layouts import Layouts, tensors_in
 
 aten = torch.ops.aten
 _META = torch.device("meta")
@@ -35,8 +37,12 @@ _SELECT = {*_INDEX, aten.masked_select}
 def lift(tensor: Tensor) -> Tensor:
     """A data-less tensor of the same shape that knows the value of ``tensor`` if that is small."""
     dataless = torch.empty_like(tensor, device=_META)
-    if _is_small(tensor):
-        dataless._memtrain_value = tensor.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
+    if tensor.is_meta:
+        dataless.__dict__.update(tensor.__dict__)
+    elif _is_small(tensor):
+        # Out of the recorder's sight: the value is ours, and no part of the run.
+        with torch._C._DisableTorchDispatch():
+            dataless._memtrain_value = tensor.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
     return dataless
 
 
@@ -49,6 +55,8 @@ class Values:
 
     def __init__(self, assume: Callable[[str], object]) -> None:
         self._assume = assume
+        self._layouts = Layouts()
+        self._looks: dict[int, bool] = {}
         # Storages whose known value was overwritten by an unknown one, by address, for as long as they live.
         self._overwritten: dict[int, weakref.ref[Any]] = {}
 
@@ -64,7 +72,7 @@ class Values:
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator: on its data-less inputs for shapes, and on their values where all are known."""
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = tensors_in((args, tuple(kwargs.values())))
         wanted = kwargs.get("device")
         target = None if wanted is None else torch.device(wanted).type
         if target != "meta" and not any(tensor.is_meta for tensor in tensors):
@@ -84,12 +92,24 @@ class Values:
         if self._asks_for_a_shape(func, packet, args):
             out = self._shape_from_values(func, packet, args, kwargs, value)
         else:
-            out = _shape(func, args, kwargs, self._assume)
+            out = self._layouts.result(func, args, kwargs, lambda: _shape(func, args, kwargs, self._assume))
         if func._schema.is_mutable:
             self._keep_or_forget(func, args, kwargs, value)
         elif value is not None:
             _attach(out, value)
         return out
+
+    def is_plain_view(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the operator only looks at one data-less tensor of unknown value: half of all operators do."""
+        looks = self._looks.get(id(func))
+        if looks is None:
+            schema = func._schema
+            looks = not schema.is_mutable and bool(schema.returns) and all(one.alias_info is not None for one in schema.returns)
+            self._looks[id(func)] = looks
+        if not looks or kwargs:
+            return False
+        viewed = args[0]
+        return isinstance(viewed, Tensor) and viewed.is_meta and "_memtrain_value" not in viewed.__dict__
 
     # ------------------------------------------------------------------ values
 
@@ -230,15 +250,6 @@ def _makes_small(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a factory makes a tensor whose value is worth keeping."""
     shape = func(*args, **{**kwargs, "device": _META})
     return isinstance(shape, Tensor) and _is_small(shape)
-
-
-def tensors_in(values: Any) -> Iterable[Tensor]:
-    """The tensors among an operator's arguments or results, in order."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from tensors_in(value)
 
 
 def _mapper(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
