@@ -42,8 +42,8 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
         trainer.train()
     else:
-        choice = choice_of(settings, device)
         folder = RunFolder(settings.run_dir)
+        choice = choice_of(settings, device)
         folder.write_text("config.yaml", config_yaml)
         choice.write(folder)
         console.print(choice_view(choice))

@@ -77,11 +77,14 @@ def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor)
     on_device = parameter.data
     parameter.data = to_host(on_device)
     parameter.grad = gradient
-    with placed(HOST):
-        optimizer.step()
-    parameter.grad = None
-    on_device.copy_(parameter.data)
-    parameter.data = on_device
+    try:
+        with placed(HOST):
+            optimizer.step()
+        on_device.copy_(parameter.data)
+    finally:
+        # Also after an interruption: the weight is on the device, and nothing of it elsewhere.
+        parameter.grad = None
+        parameter.data = on_device
 
 
 def _clip_(gradients: list[Tensor], max_grad_norm: float) -> Tensor:

@@ -33,7 +33,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | os.PathLike[str])
 
 def largest_shard(model: nn.Module) -> list[int]:
     """Bytes of each tensor of the file that holds most, which saving from a card holds on the host."""
-    sizes = [tensor.nbytes for tensor in {id(tensor): tensor for tensor in model.state_dict().values()}.values()]
+    sizes = [tensor.nbytes for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()]
     if not hasattr(model, "save_pretrained"):
         return sizes
     shards: list[list[int]] = [[]]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from memtrain.device import Device
 from memtrain.job import Job
@@ -98,7 +99,7 @@ class Predictor:
                 peak - sum(saved.get(path, 0) for path in self._blocks[plan.activations.every - 1 :: plan.activations.every])
             )
         if (leanest := replace(plan, activations=Recompute())) in self._simulated:
-            bounds.append(self._peak(leanest)[0])
+            bounds.append(self._peak(leanest)[0] - self._generator_states(leanest))
         return max(bounds)
 
     def _peak(self, plan: Plan) -> tuple[int, Mapping[str, int]]:
@@ -107,26 +108,48 @@ class Predictor:
             timeline = MemoryTimeline(self._simulated[plan])
             saved: dict[str, int] = {}
             for event in timeline.live_at(timeline.peak_position):
-                if event.kind is Kind.SAVED_ACTIVATION:
+                # What a block makes as wide as the vocabulary is told as logits.
+                if event.kind in (Kind.SAVED_ACTIVATION, Kind.LOGITS):
                     for path in self._blocks:
                         if f"{event.module}.".startswith(f"{path}."):
                             saved[path] = saved.get(path, 0) + event.bytes
             self._peaks[plan] = timeline.peak_bytes, saved
         return self._peaks[plan]
 
+    def _generator_states(self, plan: Plan) -> int:
+        """Bytes at a simulated plan's peak that only recomputation holds: states of the processor's generator."""
+        timeline = MemoryTimeline(self._simulated[plan])
+        live = timeline.live_at(timeline.peak_position)
+        return sum(
+            event.bytes for event in live if event.operator == "given" and event.kind in (Kind.SAVED_ACTIVATION, Kind.TEMPORARY)
+        )
+
+    def _updated(self) -> list[nn.Parameter]:
+        """The weights that get a gradient, as far as a simulation has shown it; none before the first.
+
+        Known by module: which of the modules that share a weight its gradient is traced to does not matter to a bound.
+        """
+        if not self._simulated:
+            return []
+        trace = next(iter(self._simulated.values()))
+        seen = {event.module for event in trace.events if event.kind is Kind.GRADIENT}
+        return [one for path, one in self.model.named_parameters() if one.requires_grad and path.rpartition(".")[0] in seen]
+
     def least_host_bytes(self, plan: Plan) -> int:
         """Bytes that a plan takes of a card's host at the least."""
-        trained = sum(parameter.nbytes for parameter in self._trained)
+        updated = self._updated()
+        trained = sum(parameter.nbytes for parameter in updated)
         if isinstance(plan.optimizer_state, OnHost):
             return (2 if isinstance(plan.update, DuringBackward) else 3) * trained
         # The library keeps small state on the card.
-        large = sum(parameter.numel() for parameter in self._trained if parameter.numel() >= _LEAST_PAGED_ELEMENTS)
+        large = sum(parameter.numel() for parameter in updated if parameter.numel() >= _LEAST_PAGED_ELEMENTS)
         return {Paged: 8 * large, PagedEightBit: 2 * large}.get(type(plan.optimizer_state), 0)
 
     def _held_in_update(self, plan: Plan) -> int:
-        trained = sum(parameter.nbytes for parameter in self._trained)
+        updated = self._updated()
+        trained = sum(parameter.nbytes for parameter in updated)
         gradients = 0 if isinstance(plan.update, DuringBackward) or isinstance(plan.optimizer_state, OnHost) else trained
-        elements = sum(parameter.numel() for parameter in self._trained)
+        elements = sum(parameter.numel() for parameter in updated)
         # bitsandbytes keeps small tensors in more bits and adds scales: a byte per moment is the least.
         moments = {OnDevice: 2 * trained, EightBit: 2 * elements}.get(type(plan.optimizer_state), 0)
         return self._weight_bytes + gradients + moments

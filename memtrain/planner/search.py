@@ -119,8 +119,9 @@ def _least_missing(plan: Plan, predictor: Predictor, budget: Budget) -> tuple[in
 
 def _may_be_smaller(plan: Plan, smallest: Footprint, predictor: Predictor, budget: Budget) -> bool:
     """Whether a plan may fit better than the smallest so far, by what is known without simulating it."""
-    if smallest.missing_bytes(budget):
-        return predictor.least_bytes(plan) < smallest.peak_allocated_bytes
+    if smallest.missing_bytes(budget) and predictor.least_bytes(plan) < smallest.peak_allocated_bytes:
+        return True
+    # It may allocate more and still fit: blocks of other sizes leave other gaps.
     return not any(_least_missing(plan, predictor, budget))
 
 

@@ -8,7 +8,7 @@ otherwise read as markup. Columns fold instead of ending in an ellipsis, because
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -38,6 +38,7 @@ def choice_view(choice: Choice) -> RenderableType:
         ("job", _job(choice)),
         ("budget", _budget(choice.budget)),
         ("plan", _plan(choice)),
+        ("why", Text("\n".join(["the fastest plan that fits", *_why(choice)]))),
         ("peak", _peak(peak, choice.budget)),
         *([("host", _host(peak, choice.budget))] if peak.host_bytes else []),
         ("reached", Text(f"in {peak.peak_phase}, by {_source(peak.peak_operator, peak.peak_module)}")),
@@ -188,6 +189,22 @@ def _plan(choice: Choice) -> Table:
     for field in POLICIES:
         table.add_row(field.replace("_", " "), str(getattr(choice.plan, field)))
     return table
+
+
+def _why(choice: Choice) -> Iterator[str]:
+    """For each field that is not at its plainest, what the plainest would have taken in a plan as near as there is."""
+    chosen, plainest = choice.plan, Plan(micro_batch_size=choice.job.global_batch_size)
+    tried = [other for other in choice.rejected if other.peak_allocated_bytes is not None]
+    for field in ("micro_batch_size", *POLICIES):
+        plain = getattr(plainest, field)
+        alike = [other for other in tried if getattr(other.plan, field) == plain]
+        if getattr(chosen, field) == plain or not alike:
+            continue
+        nearest = min(alike, key=lambda other: sum(getattr(other.plan, name) != getattr(chosen, name) for name in POLICIES))
+        assert nearest.peak_allocated_bytes is not None
+        least = "at least " if nearest.is_bound else ""
+        name = field.replace("_size", "").replace("_", " ").replace("micro batch", "micro-batch")
+        yield f"with {name} {plain}, {least}{format_bytes(nearest.peak_allocated_bytes)} would be allocated"
 
 
 def _peak(peak: Footprint, budget: Budget) -> RenderableType:

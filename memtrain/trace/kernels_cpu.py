@@ -134,7 +134,16 @@ def _first_like_input(out: tuple[Tensor | None, ...], grad: Tensor, input: Tenso
     return out if out[0] is None else (torch.empty_like(input), *out[1:])
 
 
+def _statistics_of_the_inputs_type(result: Any, input: Tensor, shape: Any, weight: Tensor | None, *_: Any) -> Any:
+    """Mean and rstd have the input's type, unless the weight has another: param_scalar_type in mixed_data_type.h."""
+    out, *statistics = result
+    if weight is not None and weight.dtype != input.dtype:
+        return result
+    return (out, *(torch.empty_strided(one.shape, one.stride(), dtype=input.dtype, device="meta") for one in statistics))
+
+
 RESULTS: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm: _statistics_of_the_inputs_type,
     aten.native_layer_norm_backward: contiguous_first,
     aten.native_group_norm_backward: _first_like_input,
     aten.mse_loss: _reduced_in_place,
@@ -260,13 +269,13 @@ def contiguous_copy(tensor: Tensor) -> int:
 
 
 def _bitsandbytes_update(copies: int) -> Callable[..., int]:
-    """fp32 copies of the weight's size, one more where the weight is not fp32, and three fp32 scalars.
+    """fp32 copies of the weight's size, one more where the weight is not fp32.
 
     Source: the updates of bitsandbytes/backends/default/ops.py, which processors run.
     """
 
     def scratch(_: Cpu, name: str, gradient: Tensor, weight: Tensor, *__: Any, **___: Any) -> int:
-        return 4 * (copies + (weight.dtype != torch.float32)) * weight.numel() + 12
+        return 4 * (copies + (weight.dtype != torch.float32)) * weight.numel()
 
     return scratch
 

@@ -311,10 +311,11 @@ class Recorder(TorchDispatchMode):
         # Of the weights that this step updated: it may be one of many.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                path = self._parameters.get(parameter, "").rpartition(".")[0]
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         # Tracked, not only tagged: torch.tensor(0.0), a step count, is made below dispatch.
-                        self.track(value, Kind.OPTIMIZER_STATE)
+                        self.track(value, Kind.OPTIMIZER_STATE, path)
         self._updating -= 1
 
     def __enter__(self) -> Any:

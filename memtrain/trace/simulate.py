@@ -88,12 +88,16 @@ def _built(source: ModelSource, dtype: torch.dtype) -> nn.Module:
         return _dataless_copy(source.module)
     with torch.device("meta"):
         model = source.build(dtype)
+    _lift_buffers_(model)
+    return model
+
+
+def _lift_buffers_(model: nn.Module) -> None:
+    """Some modules make a tensor by calls that ignore torch.device; their values are small and stay known."""
     for module in model.modules():
-        # Some modules make a tensor by calls that ignore torch.device; their values are small and stay known.
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = lift(buffer)
-    return model
 
 
 def _dataless_copy(module: nn.Module) -> nn.Module:
@@ -155,9 +159,7 @@ def _loaded(source: ModelSource, dtype: torch.dtype, device: Device) -> nn.Modul
     return move_to_device_(model, "meta")
 
 
-def record(
-    run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, evaluation_rows: int
-) -> Trace:
+def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, evaluation_rows: int) -> None:
     """The run that stands for all: the same calls for data-less and for real tensors.
 
     Args:
@@ -192,7 +194,6 @@ def record(
         with recorder.phase(Phase.EVALUATE):
             run.evaluate(batch_of(min(plan.micro_batch_size, evaluation_rows - start)) for start in starts)
     recorder.mark("save")
-    return recorder.trace()
 
 
 def dataless_batch(rows: RowShapes, count: int) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from toys import CASES, Mlp
 from transformers import AutoConfig, LlamaConfig
 
-from memtrain.models.build import FromConfig, FromModule, FromPretrained, model_class, source
+from memtrain.job import Bf16, Fp32
+from memtrain.models.build import FromConfig, FromModule, FromPretrained, model_class, source, weight_dtype
 from memtrain.trace.simulate import dataless_model
 from memtrain.trace.values import Values
 
@@ -101,8 +102,27 @@ def test_planning_reads_no_weight_file(folder: Path) -> None:
     made = source(folder)
     assert [tuple(p.shape) for p in made.build().parameters()] == [tuple(p.shape) for p in source(tiny()).build().parameters()]
     assert all(parameter.is_meta for parameter in dataless_model(made).parameters())
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    sentence = (
+        rf"^the weights at '{folder}' cannot be loaded \(.*model\.safetensors.*\): give a folder that save_pretrained wrote, or"
+    )
+    with pytest.raises(ValueError, match=sentence):
         made.load()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Fp32(), torch.float32), (Bf16(), torch.bfloat16)])
+def test_weights_are_of_the_type_that_the_precision_trains_whatever_was_stored(
+    folder: Path, precision: Fp32 | Bf16, dtype: torch.dtype
+) -> None:
+    assert weight_dtype(precision) == dtype
+    stored = source(folder)
+    for made in (stored.load(dtype), stored.build(dtype), source(tiny()).load(dtype), dataless_model(stored, dtype)):
+        assert {parameter.dtype for parameter in made.parameters()} == {dtype}
+    # Rounded from what is stored, and not drawn anew.
+    expected = source(folder).load()
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(stored.load(dtype).parameters(), expected.parameters(), strict=True))
+    module = Mlp()
+    assert source(module).load(dtype) is module
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
 
 
 def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

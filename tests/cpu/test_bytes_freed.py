@@ -9,21 +9,48 @@ import torch
 from torch import nn
 from toys import VOCABULARY
 
-from memtrain.device import Device
-from memtrain.job import Job
+from memtrain.device import Cpu, Cuda, Device
+from memtrain.job import Approximation, Job
+from memtrain.memory.footprint import footprint
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import source
-from memtrain.plan import ChunkedLogits, DuringBackward, Foreach, Plan, Recompute
-from memtrain.trace.event import Kind, Phase, Trace
-from memtrain.trace.simulate import RowShapes, dataless_model, simulate
+from memtrain.plan import (
+    AfterBackward,
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Foreach,
+    OnDevice,
+    OnHost,
+    OptimizerState,
+    Paged,
+    PagedEightBit,
+    Plan,
+    Recompute,
+    Update,
+)
+from memtrain.trace.event import DEVICE, HOST, MANAGED, Kind, Phase, Place, Trace
+from memtrain.trace.simulate import RowShapes, simulate
 
-DEVICE = Device(name="cpu", kind="cpu", threads=1, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-6)
+PROCESSOR = Cpu(name="cpu", threads=1, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-6)
+CARD = Cuda(
+    name="card",
+    compute_capability=(8, 0),
+    multiprocessors=4,
+    usable_bytes=2**30,
+    context_bytes=2**20,
+    flops_per_second={"float32": 1e13},
+    bytes_per_second=1e12,
+    operator_seconds=1e-5,
+    link_bytes_per_second=1e10,
+    host_bytes_per_second=1e11,
+)
 ROWS, WIDTH, BLOCKS = 4, 8, 6
 ACTIVATION = 4 * ROWS * WIDTH
 WEIGHT = 4 * WIDTH * WIDTH
 # A block of Linear, ReLU, Linear saves its input, the result of its ReLU and nothing else; the last also feeds the loss.
 PLAIN = Plan(micro_batch_size=ROWS)
-JOB = Job(model="toy", global_batch_size=ROWS, steps=2, max_grad_norm=None)
+JOB = Job(model="toy", global_batch_size=ROWS, steps=2, max_grad_norm=None, allow=frozenset(Approximation))
 
 
 class Stack(nn.Module):
@@ -42,8 +69,8 @@ class Stack(nn.Module):
         return self.blocks(x).sum()
 
 
-def traced(plan: Plan, job: Job = JOB) -> Trace:
-    return simulate(job, plan, dataless_model(source(Stack())), {"x": ((WIDTH,), torch.float32)}, DEVICE)
+def traced(plan: Plan, job: Job = JOB, device: Device = PROCESSOR) -> Trace:
+    return simulate(job, plan, source(Stack()), {"x": ((WIDTH,), torch.float32)}, device)
 
 
 def saved_after_forward(trace: Trace) -> int:
@@ -106,7 +133,7 @@ def test_chunked_logits_exist_a_chunk_at_a_time(chunk_tokens: int | None, most: 
     }
     rows: RowShapes = dict.fromkeys(("input_ids", "labels"), ((16,), torch.int64))
     plan = PLAIN if chunk_tokens is None else dataclasses.replace(PLAIN, loss=ChunkedLogits(chunk_tokens))
-    trace = simulate(JOB, plan, dataless_model(source(config)), rows, DEVICE)
+    trace = simulate(JOB, plan, source(config), rows, PROCESSOR)
     assert max(sums[Kind.LOGITS] for _, sums in MemoryTimeline(trace).curves()) == 4 * most * VOCABULARY
 
 
@@ -115,3 +142,123 @@ def test_activations_are_in_proportion_to_the_micro_batch(size: int) -> None:
     job = dataclasses.replace(JOB, global_batch_size=4)
     trace = traced(Plan(micro_batch_size=size), job)
     assert saved_after_forward(trace) - (2 * BLOCKS - 1) * ACTIVATION * size // ROWS in range(4, 60)
+
+
+# ---------------------------------------------------------------------------------------------- optimizer state
+
+PARAMETER_BYTES = 2 * BLOCKS * WEIGHT
+STATE = 2 * PARAMETER_BYTES + 4 * 2 * BLOCKS
+
+
+def most(trace: Trace, place: Place, phases: tuple[Phase, ...] = tuple(Phase)) -> dict[Kind, int]:
+    """The most bytes of each kind that are at a place at once, within some phases; kinds without any left out."""
+    found = dict.fromkeys(Kind, 0)
+    for event, sums in MemoryTimeline(trace, place).curves():
+        if event.phase in phases:
+            found = {kind: max(found[kind], sums[kind]) for kind in Kind}
+    return {kind: size for kind, size in found.items() if size and kind is not Kind.WORKSPACE}
+
+
+def test_state_on_the_host_frees_gradients_and_state_on_the_device_and_takes_as_much_there() -> None:
+    updates = (Phase.FIRST_UPDATE, Phase.UPDATE)
+    held = {Kind.WEIGHT: PARAMETER_BYTES, Kind.GRADIENT: PARAMETER_BYTES, Kind.OPTIMIZER_STATE: STATE}
+    beside = most(traced(PLAIN, device=CARD), DEVICE, updates)
+    assert {kind: beside.get(kind, 0) for kind in held} == held
+    trace = traced(dataclasses.replace(PLAIN, optimizer_state=OnHost()), device=CARD)
+    assert Kind.OPTIMIZER_STATE not in most(trace, DEVICE)
+    # One gradient at a time, until it is sent.
+    assert most(trace, DEVICE)[Kind.GRADIENT] == WEIGHT
+    # And one weight at a time while it is updated.
+    del held[Kind.WEIGHT]
+    assert most(trace, HOST, updates) == {**held, Kind.TEMPORARY: WEIGHT}
+    found = footprint(trace, CARD)
+    assert found.host_bytes == PARAMETER_BYTES + STATE + WEIGHT
+    assert Kind.OPTIMIZER_STATE not in found.by_kind
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_gradient_is_on_the_device_until_its_copy_is_on_the_host(size: int, max_grad_norm: float | None) -> None:
+    plan = Plan(micro_batch_size=size, optimizer_state=OnHost())
+    trace = traced(plan, dataclasses.replace(JOB, max_grad_norm=max_grad_norm), device=CARD)
+    seen = [event for event in trace.events if event.kind is not Kind.WORKSPACE]
+    copied = 0
+    for position, born in enumerate(seen):
+        if born.kind is Kind.GRADIENT and born.place == DEVICE and born.bytes > 0:
+            gone = next(number for number, event in enumerate(seen) if event.storage == born.storage and event.bytes < 0)
+            made = [(event.place, event.bytes) for event in seen[position + 1 : gone] if event.bytes > 0]
+            # The last thing that is made while it is there is its copy.
+            assert made[-1] == (HOST, WEIGHT)
+            assert made.count((HOST, WEIGHT)) == 1
+            copied += 1
+    # In the first step one micro-batch, in the second at most two.
+    assert copied == 2 * BLOCKS * (1 + min(2, ROWS // size))
+    assert most(trace, DEVICE)[Kind.GRADIENT] == WEIGHT
+    # What further micro-batches send is added to what is there, and gone.
+    on_host = most(trace, HOST)
+    assert on_host[Kind.GRADIENT] == PARAMETER_BYTES
+    assert on_host[Kind.OPTIMIZER_STATE] == STATE
+
+
+def test_during_backward_only_one_gradient_is_on_the_host_at_a_time() -> None:
+    plan = dataclasses.replace(PLAIN, optimizer_state=OnHost(), update=DuringBackward())
+    trace = traced(plan, device=CARD)
+    assert most(trace, DEVICE)[Kind.GRADIENT] == WEIGHT
+    assert most(trace, HOST)[Kind.GRADIENT] == WEIGHT
+
+
+class Wide(nn.Module):
+    """Three weights of 320 × 320 elements: enough for 8 bits, and for managed memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(320, 320, bias=False) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x).sum()
+        return out
+
+
+ELEMENTS = 320 * 320
+# A scale for 256 values, of each of two moments; the two tables of 256 values are shared.
+SCALES, TABLES = 2 * 4 * ELEMENTS // 256, 2 * 4 * 256
+
+
+def widely_traced(state: OptimizerState, update: Update) -> Trace:
+    pytest.importorskip("bitsandbytes")
+    plan = dataclasses.replace(PLAIN, optimizer_state=state, update=update)
+    return simulate(JOB, plan, source(Wide()), {"x": ((320,), torch.float32)}, CARD)
+
+
+@pytest.mark.parametrize("update", [AfterBackward(), DuringBackward()], ids=str)
+@pytest.mark.parametrize(
+    ("state", "bytes_by_place"),
+    [
+        (OnDevice(), {DEVICE: 3 * (8 * ELEMENTS + 4)}),
+        (OnHost(), {HOST: 3 * (8 * ELEMENTS + 4)}),
+        (Paged(), {MANAGED: 3 * 8 * ELEMENTS}),
+        (EightBit(), {DEVICE: 3 * (2 * ELEMENTS + SCALES) + TABLES}),
+        (PagedEightBit(), {MANAGED: 3 * 2 * ELEMENTS, DEVICE: 3 * SCALES + TABLES}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, OptimizerState) else "",
+)
+def test_the_state_lies_where_the_plan_says_in_as_many_bits(
+    state: OptimizerState, bytes_by_place: dict[Place, int], update: Update
+) -> None:
+    trace = widely_traced(state, update)
+    held = {place: most(trace, place).get(Kind.OPTIMIZER_STATE, 0) for place in (DEVICE, HOST, MANAGED)}
+    assert {place: size for place, size in held.items() if size} == bytes_by_place
+    # Made once, and there in the second step.
+    born = [event.phase for event in trace.events if event.kind is Kind.OPTIMIZER_STATE and event.bytes > 0]
+    assert set(born) == {Phase.FIRST_UPDATE}
+
+
+@pytest.mark.parametrize("update", [AfterBackward(), DuringBackward()], ids=str)
+@pytest.mark.parametrize(("state", "moments"), [(Paged(), 8), (PagedEightBit(), 2)], ids=str)
+def test_managed_memory_counts_on_the_host_and_that_of_one_weight_on_the_card(
+    state: OptimizerState, moments: int, update: Update
+) -> None:
+    found = footprint(widely_traced(state, update), CARD)
+    assert found.total_device_bytes - found.peak_reserved_bytes - CARD.context_bytes == moments * ELEMENTS
+    # While the model is saved its weights are on the host too.
+    assert found.host_bytes == 3 * (moments + 4) * ELEMENTS

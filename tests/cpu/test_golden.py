@@ -13,20 +13,29 @@ from typing import Any
 
 import pytest
 
+from memtrain import machine
 from memtrain.command_line import compose_jobs
 from memtrain.config import recipes, settings
-from memtrain.recipe import trainer_of
+from memtrain.recipe import choice_of
 
+NUMBERS = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "total_device_bytes", "host_bytes"),
+    *("by_kind", "by_phase", "host_by_kind", "assumed"),
+)
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def chosen(recipe: str, folder: Path) -> dict[str, Any]:
-    """What the planner makes of a recipe on a processor of two threads; the seconds are a model's and no promise."""
-    (config,) = compose_jobs([f"recipe={recipe}", f"run.dir={folder / recipe}", "device.threads=2"], multirun=False)
-    prediction = trainer_of(settings(config)).choice.to_dict()
+    """What the planner makes of a recipe, with two threads on a processor; the seconds are a model's and no promise."""
+    overrides = [f"recipe={recipe}", "mode=plan", f"run.dir={folder / recipe}"]
+    (config,) = compose_jobs(overrides, multirun=False)
+    if config.device.kind == "cpu":
+        (config,) = compose_jobs([*overrides, "device.threads=2"], multirun=False)
+    read = settings(config)
+    prediction = choice_of(read, machine.describe(**read.device)).to_dict()
     return {
         "plan": prediction["plan"],
-        **{name: prediction[name] for name in ("peak_allocated_bytes", "by_kind", "by_phase", "assumed")},
+        **{name: prediction[name] for name in NUMBERS},
         "rejected": {str(other["plan"]): other["peak_allocated_bytes"] for other in prediction["rejected"]},
     }
 

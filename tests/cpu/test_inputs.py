@@ -1,4 +1,4 @@
-"""What people give a Trainer, and what this machine is."""
+"""What people give a Trainer, as rows that suit the model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 from toys import BYTES
 
-from memtrain import machine
 from memtrain.data.rows import Rows
-from memtrain.device import Device
+from memtrain.device import Cpu
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import Limit
+from memtrain.job import Bf16, Fp32
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
 
+CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
 TEXT = "abc def ghi jkl"  # 15 tokens of one byte and the end of the document
 
 
@@ -156,11 +155,12 @@ def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- modules
 
 
-def test_a_module_of_fp32_on_the_processor_passes() -> None:
+def test_a_module_of_the_precision_passes() -> None:
     partly_frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
-    check_module(FromModule(partly_frozen))
+    check_module(FromModule(partly_frozen), Fp32(), CPU)
     # What is built from a configuration is always of that kind, and is not built to be asked.
-    check_module(model_of())
+    check_module(model_of(), Fp32(), CPU)
+    check_module(FromModule(nn.Linear(2, 2).bfloat16()), Bf16(), CPU)
 
 
 def in_half() -> nn.Module:
@@ -177,52 +177,14 @@ def in_half() -> nn.Module:
         (nn.ReLU(), "ReLU has no parameter that requires a gradient, so there is nothing to train."),
         (
             nn.Linear(2, 2, device="meta"),
-            "parameter weight is on meta, and memtrain trains on the processor: call model.cpu().",
+            "parameter weight is on meta, and memtrain trains on device cpu: call model.cpu().",
         ),
-        (in_half(), "parameter 1.weight is torch.bfloat16, and precision fp32 trains torch.float32: call model.float()."),
+        (
+            in_half(),
+            "parameter 1.weight is torch.bfloat16, and precision fp32 trains torch.float32: call model.to(torch.float32).",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_trained_is_refused(module: nn.Module, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        check_module(FromModule(module))
-
-
-# ---------------------------------------------------------------------------------------------- machine
-
-RATES = {"flops_per_second": 1e11, "bytes_per_second": 1e10, "operator_seconds": 1e-6}
-
-
-@pytest.mark.parametrize("folder", ["configs", "recipes"])
-def test_facts_are_found_beside_the_package_or_inside_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(machine.facts(folder).rglob("*.yaml"))
-    package = tmp_path / "site-packages" / "memtrain"
-    package.mkdir(parents=True)
-    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
-    assert machine.facts(folder) == package.parent / folder
-    (package / folder).mkdir()
-    assert machine.facts(folder) == package / folder
-
-
-@pytest.mark.parametrize("left_open", [{}, {"threads": None}])
-def test_threads_that_a_description_leaves_open_are_those_of_torch(left_open: dict[str, Any]) -> None:
-    assert machine.describe(name="cpu", kind="cpu", **RATES, **left_open).threads == torch.get_num_threads()
-
-
-def test_threads_that_a_description_names_are_taken() -> None:
-    described = machine.describe(name="big", kind="cpu", threads=64, **RATES)
-    assert described == Device(name="big", kind="cpu", threads=64, **RATES)
-
-
-def test_the_processor_is_described_by_numbers() -> None:
-    device = machine.cpu()
-    assert (device.name, device.kind, device.threads) == ("cpu", "cpu", torch.get_num_threads())
-    assert all(type(getattr(device, name)) is float and getattr(device, name) > 0 for name in RATES)
-
-
-def test_a_budget_is_the_smallest_of_what_is_asked_for_installed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
-    assert machine.budget(500).limits == (Limit("asked for", 500), Limit("installed", 1000), Limit("free now", 600))
-    assert [machine.budget(asked).tightest.source for asked in (500, 700, 5000)] == ["asked for", "free now", "free now"]
-    assert machine.budget(700, headroom_bytes=50).device_bytes == 550
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1200))
-    assert machine.budget(5000).tightest == Limit("installed", 1000)
+        check_module(FromModule(module), Fp32(), CPU)

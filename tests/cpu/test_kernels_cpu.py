@@ -27,7 +27,12 @@ IMAGE, LAST = torch.randn(2, 6, 5, 5), torch.randn(2, 6, 5, 5).to(memory_format=
 GROUPS = (torch.zeros(2, 3), torch.ones(2, 3), WEIGHT, 2, 6, 25, 3)
 CHANCES, ZERO_OR_ONE = torch.rand(4, 7), torch.ones(4, 7)
 # Per row, arguments for which meta lays the result out in another way than the processor.
+HALF = INPUT.bfloat16()
 RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
+    aten.native_layer_norm: {
+        "in 16 bits": (HALF, [6], WEIGHT.bfloat16(), WEIGHT.bfloat16(), 1e-5),
+        "without weights": (HALF, [6], None, None, 1e-5),
+    },
     aten.native_layer_norm_backward: {
         "input across": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True]),
         "only the input's gradient": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, False, False]),
@@ -47,6 +52,8 @@ RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
 }
 # Arguments for which meta is right, which the rows must leave right.
 PLAIN_RESULTS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.native_layer_norm, (INPUT, [6], WEIGHT, WEIGHT, 1e-5)),
+    (aten.native_layer_norm, (HALF, [6], WEIGHT, WEIGHT, 1e-5)),
     (aten.native_layer_norm_backward, (INPUT, INPUT, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True])),
     (aten.native_layer_norm_backward, (INPUT, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [False, True, True])),
     (aten.native_group_norm_backward, (IMAGE, IMAGE, *GROUPS, [True, True, True])),
@@ -200,6 +207,36 @@ SCRATCH: dict[Any, Callable[[int], Iterator[tuple[tuple[Any, ...], dict[str, Any
 }
 
 
+def updates(bits: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """bitsandbytes' update of a weight in 32 and in 16 bits, with the arguments of its AdamW."""
+    import bitsandbytes.functional as library
+
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, gradient = torch.randn(64, 80, dtype=dtype), torch.randn(64, 80, dtype=dtype)
+        if bits == 32:
+            moments = [torch.zeros(64, 80), torch.zeros(64, 80)]
+            rule = (None, 0.0, 0.0, 0.9, 0.99, 0.0, 0.0, 1e-8, 0.1, 1, 1e-3, 1.0, False)
+            yield torch.ops.bitsandbytes.optimizer_update_32bit.default, ("adam", gradient, weight, *moments, *rule)
+            continue
+        tables = [library.create_dynamic_map(signed=signed) for signed in (True, False)]
+        moments = [torch.zeros(64, 80, dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.zeros(64 * 80 // 256) for _ in range(2)]
+        rule = (0.9, 0.99, 0.0, 0.0, 1e-8, 1, 1e-3)
+        arguments = ("adam", gradient, weight, *moments, *rule, *tables, *scales, 0.1, 1.0, False)
+        yield torch.ops.bitsandbytes.optimizer_update_8bit_blockwise.default, arguments
+
+
+# By name, since they exist once the library is loaded.
+UPDATES = {"bitsandbytes::optimizer_update_32bit": 32, "bitsandbytes::optimizer_update_8bit_blockwise": 8}
+
+
+@pytest.mark.parametrize(("name", "bits"), UPDATES.items())
+def test_an_update_of_bitsandbytes_allocates_inside_itself_what_the_row_says(name: str, bits: int) -> None:
+    for operator, args in updates(bits):
+        assert operator.name() == name
+        assert scratch_bytes(CPU, operator, tuple(map(dataless, args)), {}) == allocated_inside(operator, args, {}) > 0
+
+
 @pytest.mark.parametrize("length", [100, 200, 800])
 @pytest.mark.parametrize("operator", SCRATCH, ids=str)
 def test_a_kernel_allocates_inside_itself_what_the_row_says(operator: Any, length: int) -> None:
@@ -236,7 +273,7 @@ def test_an_operator_without_a_row_has_no_scratch_memory() -> None:
 
 
 def test_every_scratch_row_has_a_test() -> None:
-    assert set(_SCRATCH["cpu"]) == set(SCRATCH)
+    assert set(_SCRATCH["cpu"]) == {*SCRATCH, *UPDATES}
 
 
 def test_scratch_memory_comes_and_goes_as_a_workspace_after_the_results() -> None:

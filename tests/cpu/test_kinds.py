@@ -46,7 +46,8 @@ def test_a_tag_for_a_storage_that_is_not_tracked_does_nothing() -> None:
         assert recorder.trace().events == ()
         recorder.track(outside)
         recorder.track(outside[:], Kind.INPUT, path="here")
-    assert described(recorder.trace()) == [("forward", "", "given", 4, "input")]
+    # Where it belongs may be said later, too.
+    assert described(recorder.trace()) == [("forward", "here", "given", 4, "input")]
 
 
 def test_logits_are_known_by_the_width_of_the_vocabulary() -> None:
@@ -89,6 +90,7 @@ def trained(micro_batches: int, *, fused: bool = True) -> Trace:
             for _ in range(micro_batches):
                 step(model)
             optimizer.step()
+            recorder.first_update_done()
             optimizer.zero_grad(set_to_none=True)
     trace: Trace = recorder.trace()
     return trace
@@ -106,7 +108,7 @@ def test_the_first_update_creates_the_optimizer_state_and_no_other_does(fused: b
     state = births(section(trace, "step 1"), Kind.OPTIMIZER_STATE)
     # Two moments and a step count for each of two weights and two biases.
     assert sorted(event.bytes for event in state) == sorted(2 * [W, W, B, B, S, S])
-    assert {event.phase for event in state} == {Phase.UPDATE}
+    assert {event.phase for event in state} == {Phase.FIRST_UPDATE}
     assert {event.operator for event in state} == operators
     assert births(section(trace, "step 2"), Kind.OPTIMIZER_STATE) == []
 
@@ -130,8 +132,16 @@ def test_gradients_are_those_that_are_updated_with_whatever_the_micro_batches(mi
         assert sum(event.bytes for event in gradients) == 0
 
 
-def test_a_gradient_that_is_never_updated_with_is_temporary() -> None:
+def test_a_gradient_is_one_as_soon_as_it_is_there_whether_or_not_it_is_updated_with() -> None:
     model = TwoBlocks()
     with Recorder(model) as recorder:
         step(model)
+    assert [event.bytes for event in births(recorder.trace(), Kind.GRADIENT)] == [W, B, W, B]
+
+
+def test_a_gradient_of_what_is_no_weight_is_temporary() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    with Recorder(nn.Identity()) as recorder:
+        (x * 2).sum().backward()
     assert births(recorder.trace(), Kind.GRADIENT) == []
+    assert x.grad is not None

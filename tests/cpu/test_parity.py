@@ -4,48 +4,89 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from toys import CASES, Case, batch
 
 from memtrain.data.rows import Batch
-from memtrain.device import Device
+from memtrain.device import Cpu
 from memtrain.features import chunked_loss
-from memtrain.job import Job
-from memtrain.plan import POLICIES, ChunkedLogits, Foreach, Plan, Recompute
+from memtrain.job import Approximation, Bf16, Job
+from memtrain.memory.timeline import MemoryTimeline
+from memtrain.models.build import weight_dtype
+from memtrain.plan import (
+    POLICIES,
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Foreach,
+    OnHost,
+    Paged,
+    PagedEightBit,
+    Plan,
+    Recompute,
+)
 from memtrain.run import prepare
-from memtrain.trace.event import Kind, Trace
+from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Trace
 from memtrain.trace.record import Recorder
 from memtrain.trace.simulate import dataless_model, record, simulate, vocabulary_of
 
-DEVICE = Device(name="cpu", kind="cpu", threads=2, flops_per_second=1e11, bytes_per_second=2e10, operator_seconds=1e-5)
+PROCESSOR = Cpu(name="cpu", threads=2, flops_per_second=1e11, bytes_per_second=2e10, operator_seconds=1e-5)
 
 EVALUATION_ROWS = 3
 STATE = torch.get_rng_state()
 
 # Each policy with settings other than the default where it has any; a new policy is tested from the day it is added.
 SETTINGS = {Recompute: [Recompute(1), Recompute(2)], ChunkedLogits: [ChunkedLogits(16)]}
+# What cannot run on a processor, with the reason; where its state would lie is held by tests/cpu/test_managed.py.
+CARD_ONLY = dict.fromkeys((Paged, PagedEightBit), "bitsandbytes pages on a card only, and warns on a processor")
+
+
+def settings(policy: type) -> list[Any]:
+    """The policy as it is tested, once or with several settings."""
+    return SETTINGS.get(policy, [policy()])
 
 
 def plans() -> dict[Plan, Job]:
-    """Every policy of every union against the plainest plan, with and without accumulation, and all savers together."""
+    """Every policy of every union against the plainest plan, with and without accumulation, and some together."""
+    allow = frozenset(Approximation)
     found: dict[Plan, Job] = {}
     for field, policies in POLICIES.items():
-        for policy in itertools.chain.from_iterable(SETTINGS.get(policy, [policy()]) for policy in policies):
+        for policy in itertools.chain.from_iterable(map(settings, policies)):
             for size in (2, 4):
                 plan = Plan(micro_batch_size=size, **{field: policy})
                 clips = None if field == "update" else 1.0
                 if field != "update" or size == 4:
-                    found[plan] = Job(model="toy", global_batch_size=4, steps=2, max_grad_norm=clips)
+                    found[plan] = Job(model="toy", global_batch_size=4, steps=2, max_grad_norm=clips, allow=allow)
     savers = Plan(micro_batch_size=2, activations=Recompute(1), loss=ChunkedLogits(16), optimizer_kernel=Foreach())
     found[savers] = Job(model="toy", global_batch_size=8, steps=2)
+    for state in (OnHost(), EightBit()):
+        during = Plan(micro_batch_size=4, activations=Recompute(2), update=DuringBackward(), optimizer_state=state)
+        found[during] = Job(model="toy", global_batch_size=4, steps=2, max_grad_norm=None, allow=allow)
     return found
+
+
+def cases() -> Iterator[Any]:
+    """A plan and its job, skipped where no processor runs it."""
+    for plan, job in plans().items():
+        reason = CARD_ONLY.get(type(plan.optimizer_state))
+        yield pytest.param(plan, job, id=str(plan), marks=[pytest.mark.skip(reason)] if reason else [])
+
+
+def shapes_of(case: Case) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor of a row."""
+    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in case.row(0).items()}
 
 
 def real_trace(case: Case, job: Job, plan: Plan) -> Trace:
     torch.manual_seed(0)
-    model = case.build().load()
+    recorder = Recorder()
+    with recorder, recorder.phase(Phase.LOAD):
+        model = case.build().load(weight_dtype(job.precision))
+    recorder.watch(model, vocabulary_of(model))
     run = prepare(job, plan, model)
     rows = batch(case, job.global_batch_size)
 
@@ -53,44 +94,78 @@ def real_trace(case: Case, job: Job, plan: Plan) -> Trace:
         # Filled, not stacked, so that the operator is the simulation's.
         return {name: torch.empty((count, *t.shape[1:]), dtype=t.dtype).copy_(t[:count]) for name, t in rows.items()}
 
-    with Recorder(model, vocabulary_of(model)) as recorder:
-        return record(run, recorder, new_batch, job, plan, EVALUATION_ROWS)
+    with recorder:
+        record(run, recorder, new_batch, job, plan, EVALUATION_ROWS)
+        return recorder.trace()
 
 
 def events(trace: Trace) -> list[tuple[int, str]]:
-    """What is compared: bytes and operator in order. Frees without an allocation between them have no order of their own
-    (C++ frees the members of a hash map), and scratch inside a kernel is seen by no recorder."""
+    """What is compared: bytes and operator in order, from the first step on, and the place where it is not the device.
+
+    Frees without an allocation between them have no order of their own (C++ frees the members of a hash map), and scratch
+    inside a kernel is seen by no recorder.
+    """
     # x[i] = 3 makes its scalar below dispatch on a processor and above it elsewhere.
     scalars = {event.storage for event in trace.events if event.operator == "scalar_tensor" and event.bytes <= 8}
     ordered: list[tuple[int, str]] = []
     frees: list[tuple[int, str]] = []
     # Recomputation saves the generator's state, made below dispatch; the simulation counts it all the same.
     scalars |= {event.storage for event in trace.events if event.operator == "given" and event.bytes == STATE.nbytes}
-    for event in trace.events:
+    for event in trace.events[trace.section("step 1")[0] :]:
         if event.kind is Kind.WORKSPACE or event.storage in scalars:
             continue
+        here = "" if event.place == DEVICE else f" on the {event.place.memory}"
         if event.bytes < 0:
-            frees.append((event.bytes, event.operator))
+            frees.append((event.bytes, event.operator + here))
         else:
-            ordered += [*sorted(frees), (event.bytes, event.operator)]
+            ordered += [*sorted(frees), (event.bytes, event.operator + here)]
             frees = []
     return ordered + sorted(frees)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("plan", "job"), [pytest.param(plan, job, id=str(plan)) for plan, job in plans().items()])
-def test_the_simulated_step_allocates_what_the_real_step_allocates(name: str, plan: Plan, job: Job) -> None:
-    case = CASES[name]
-    dataless = dataless_model(case.build())
-    if isinstance(plan.loss, ChunkedLogits) and chunked_loss.refusal(dataless) is not None:
-        pytest.skip(f"the loss of {name} is refused for chunking")
-    shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in case.row(0).items()}
-    predicted = simulate(job, plan, dataless, shapes, DEVICE, evaluation_rows=EVALUATION_ROWS)
-    real, simulated = events(real_trace(case, job, plan)), events(predicted)
+def assert_alike(case: Case, job: Job, plan: Plan) -> Trace:
+    """The simulated trace, which does what the real one does."""
+    predicted = simulate(job, plan, case.build(), shapes_of(case), PROCESSOR, evaluation_rows=EVALUATION_ROWS)
+    measured = real_trace(case, job, plan)
+    real, simulated = events(measured), events(predicted)
     assert real == simulated, "\n".join(itertools.islice(difflib.unified_diff(*map(lines, (real, simulated)), lineterm=""), 40))
-    # Only a mask's values can matter to what these models do, and an unknown mask is taken to hide something.
-    assert bool(predicted.assumed) == ("attention_mask" in shapes)
+    # Building draws random numbers only with data; what it holds at once is the same.
+    loading = [MemoryTimeline(trace).peak_by_phase()[Phase.LOAD] for trace in (measured, predicted)]
+    assert loading[0] == loading[1]
+    return predicted
 
 
 def lines(listed: list[tuple[int, str]]) -> list[str]:
     return [f"{size:>10} {operator}" for size, operator in listed]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("plan", "job"), list(cases()))
+def test_the_simulated_step_allocates_what_the_real_step_allocates(name: str, plan: Plan, job: Job) -> None:
+    case = CASES[name]
+    if isinstance(plan.loss, ChunkedLogits) and chunked_loss.refusal(dataless_model(case.build())) is not None:
+        pytest.skip(f"the loss of {name} is refused for chunking")
+    predicted = assert_alike(case, job, plan)
+    # Only a mask's values can matter to what these models do, and an unknown mask is taken to hide something.
+    assert bool(predicted.assumed) == ("attention_mask" in case.row(0))
+    places = {event.place for event in predicted.events}
+    assert places == ({DEVICE, HOST} if isinstance(plan.optimizer_state, OnHost) else {DEVICE})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_with_dropout"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch_size=2),
+        Plan(micro_batch_size=2, activations=Recompute(1), loss=ChunkedLogits(16), optimizer_state=OnHost()),
+        Plan(micro_batch_size=2, optimizer_state=EightBit()),
+    ],
+    ids=str,
+)
+def test_in_16_bits_the_simulated_step_allocates_what_the_real_step_allocates(name: str, plan: Plan) -> None:
+    job = Job(model="toy", global_batch_size=4, steps=2, precision=Bf16(), allow=frozenset(Approximation))
+    predicted = assert_alike(CASES[name], job, plan)
+    weights = sum(event.bytes for event in predicted.events if event.kind is Kind.WEIGHT and event.bytes > 0)
+    parameters = sum(parameter.numel() for parameter in dataless_model(CASES[name].build()).parameters())
+    # Buffers keep their own types.
+    assert 2 * parameters <= weights < 2.5 * parameters

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrain.device import Device
+from memtrain.device import Cpu
 from memtrain.job import Budget, Job
 from memtrain.memory.footprint import footprint
 from memtrain.plan import Plan
@@ -44,7 +44,7 @@ def make_choice(trace: Trace, budget: str, model: str = "gpt2") -> Choice:
     return Choice(
         job=Job(model=model, global_batch_size=8, steps=2),
         budget=Budget.of(budget),
-        device=Device(name="cpu", kind="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5),
+        device=Cpu(name="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5),
         plan=Plan(micro_batch_size=4),
         footprint=footprint(trace),
         trace=trace,

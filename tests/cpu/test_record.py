@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from memtrain.device import Device
+from memtrain.device import Cpu
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.features.update import update_during_backward_
-from memtrain.trace.event import Event, Kind, Phase, Trace
+from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Trace
 from memtrain.trace.record import Recorder
 from memtrain.trace.simulate import DatalessRecorder
 
-CPU = Device(name="cpu", kind="cpu", threads=1, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5)
+CPU = Cpu(name="cpu", threads=1, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5)
 ROWS, WIDTH = 3, 4
 # Bytes of an activation, a weight, a bias and a scalar.
 A, W, B, S = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH, 4
@@ -79,15 +79,15 @@ FORWARD = [
 BACKWARD_OF_SECOND = [
     ("backward", "second", "threshold_backward", A, "temporary"),
     ("backward", "second.linear", "mm", A, "temporary"),
-    ("backward", "second.linear", "mm", W, "temporary"),
-    ("backward", "second.linear", "sum", B, "temporary"),
+    ("backward", "second.linear", "mm", W, "gradient"),
+    ("backward", "second.linear", "sum", B, "gradient"),
     ("backward", "", "mul", A, "temporary"),
 ]
 # The model's input wants no gradient.
 BACKWARD_OF_FIRST = [
     ("backward", "first", "threshold_backward", A, "temporary"),
-    ("backward", "first.linear", "mm", W, "temporary"),
-    ("backward", "first.linear", "sum", B, "temporary"),
+    ("backward", "first.linear", "mm", W, "gradient"),
+    ("backward", "first.linear", "sum", B, "gradient"),
 ]
 
 
@@ -104,7 +104,7 @@ def recomputed(block: str) -> list[tuple[str, str, str, int, str]]:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_each_allocation_of_a_step_has_its_phase_module_and_kind(device: str) -> None:
     model = TwoBlocks().to(device)
-    recorder = DatalessRecorder(model, CPU) if device == "meta" else Recorder(model)
+    recorder = DatalessRecorder(CPU, model) if device == "meta" else Recorder(model)
     with recorder, torch.device(device):
         step(model)
     assert described(recorder.trace()) == [*FORWARD, *BACKWARD_OF_SECOND, *BACKWARD_OF_FIRST]
@@ -282,8 +282,9 @@ def test_a_storage_that_outlives_the_recorder_dies_unseen_only_in_the_trace_befo
 
 def test_a_workspace_comes_and_goes_after_the_results_of_its_operator_and_is_the_modules() -> None:
     class WithScratch(Recorder):
-        def scratch(self, func: Any, args: Any, kwargs: Any) -> int:
-            return 100 if func is torch.ops.aten.addmm.default else 0
+        def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
+            if func is torch.ops.aten.addmm.default:
+                self.workspace(100, func)
 
     model = TwoBlocks()
     with WithScratch(model) as recorder, torch.no_grad():
@@ -295,6 +296,39 @@ def test_a_workspace_comes_and_goes_after_the_results_of_its_operator_and_is_the
         (100, "workspace", "first.linear"),
         (-100, "workspace", "first.linear"),
         (A, "temporary", "first"),
+    ]
+
+
+def test_a_workspace_that_is_kept_stays_to_the_end() -> None:
+    class WithWorkspace(Recorder):
+        def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
+            if func is torch.ops.aten.addmm.default and not self.workspaces:
+                self.workspaces.append(1)
+                self.workspace(100, func, kept=True)
+
+        workspaces: ClassVar[list[int]] = []
+
+    model = TwoBlocks()
+    with WithWorkspace(model) as recorder, torch.no_grad():
+        model(inputs())
+    kept = [event for event in recorder.trace().events if event.kind is Kind.WORKSPACE]
+    assert [(event.bytes, event.module, event.operator, event.place) for event in kept] == [
+        (100, "first.linear", "addmm", DEVICE)
+    ]
+
+
+def test_memory_that_no_operator_allocates_is_held_inside() -> None:
+    with Recorder() as recorder:
+        with recorder.phase(Phase.SAVE), recorder.held([7, 5], "save", HOST):
+            one = torch.zeros(1)
+        del one
+    assert [(event.bytes, event.operator, event.place, event.phase) for event in recorder.trace().events] == [
+        (7, "save", HOST, Phase.SAVE),
+        (5, "save", HOST, Phase.SAVE),
+        (4, "zeros", DEVICE, Phase.SAVE),
+        (-7, "free", HOST, Phase.SAVE),
+        (-5, "free", HOST, Phase.SAVE),
+        (-4, "free", DEVICE, Phase.FORWARD),
     ]
 
 
@@ -346,7 +380,7 @@ def test_outside_the_recorder_nothing_is_recorded() -> None:
 
 
 def test_what_a_data_less_run_assumed_is_in_the_trace_once() -> None:
-    with DatalessRecorder(nn.Identity(), CPU) as recorder:
+    with DatalessRecorder(CPU, nn.Identity()) as recorder:
         tensor = torch.empty(1, device="meta")
         assert [tensor.item(), tensor.item()] == [0.0, 0.0]
     assert recorder.trace().assumed == ("a float32 value that only data can tell was taken for 0.0",)

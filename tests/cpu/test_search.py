@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrain.device import Device
+from memtrain.device import Cpu, Device
 from memtrain.job import Budget, Job, Limit
+from memtrain.memory.footprint import Footprint, footprint
 from memtrain.plan import (
     AfterBackward,
     ChunkedLogits,
@@ -29,20 +30,28 @@ from memtrain.planner.choice import NoPlanFits
 from memtrain.planner.cost import CostModel
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
-from memtrain.trace.event import Event, Kind, Phase, Trace, Work
+from memtrain.trace.event import HOST, Event, Kind, Phase, Trace, Work
 from memtrain.units import format_bytes
+
+DEVICE = Cpu(name="told", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
 
 Takes = Callable[[Plan], int]
 
 
-def trace_of(peak_bytes: int) -> Trace:
-    """A weight of half the peak and, beside it, a temporary that reaches it."""
+def nothing(plan: Plan) -> int:
+    return 0
+
+
+def trace_of(peak_bytes: int, host_bytes: int = 0) -> Trace:
+    """A weight of half the peak and, beside it, a temporary that reaches it; and state on the host."""
     weight = peak_bytes // 2
+    state = Event(2, host_bytes, Kind.OPTIMIZER_STATE, Phase.FIRST_UPDATE, "empty", place=HOST)
     return Trace(
         (
             Event(0, weight, Kind.WEIGHT, Phase.LOAD, "empty"),
             Event(1, peak_bytes - weight, Kind.TEMPORARY, Phase.FORWARD, "mm"),
             Event(1, weight - peak_bytes, Kind.TEMPORARY, Phase.FORWARD, "free"),
+            *((state,) if host_bytes else ()),
         )
     )
 
@@ -51,24 +60,52 @@ class Told(Predictor):
     """Predicts the peak that ``takes`` tells, and a cost in which fewer and larger micro-batches are faster.
 
     One row takes 1 s each way and a micro-batch 1 s more each way; recomputing all blocks takes forward once again, a chunk
-    of the loss 16 s, and an update 7 s and 1 s per launch.
+    of the loss 16 s, and an update 7 s and 1 s per launch. ``at_least`` tells the bounds, ``on_host`` the host's bytes.
     """
 
-    def __init__(self, job: Job, takes: Takes, *, infers: Takes | None = None, blocks: int = 2) -> None:
+    def __init__(
+        self,
+        job: Job,
+        takes: Takes,
+        *,
+        infers: Takes | None = None,
+        at_least: Takes = nothing,
+        on_host: Takes = nothing,
+        on_host_at_least: Takes = nothing,
+        blocks: int = 2,
+        device: Device = DEVICE,
+        changes: Sequence[tuple[str, Predictor, Plan]] = (),
+    ) -> None:
         self.job = job
-        self.device = Device(
-            name="told", kind="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0
-        )
+        self.device = device
         self.blocks = blocks
-        self.takes, self._infers = takes, infers or takes
+        self.takes, self._infers, self.on_host = takes, infers or takes, on_host
+        self._at_least, self._on_host_at_least = at_least, on_host_at_least
+        self._changes = changes
+        self.asked: list[Plan] = []
+
+    def footprint(self, trace: Trace) -> Footprint:
+        # Byte by byte also beside a card, whose allocator takes whole segments.
+        return footprint(trace)
 
     def trace(self, plan: Plan) -> Trace:
-        return trace_of(self.takes(plan))
+        self.asked.append(plan)
+        return trace_of(self.takes(plan), self.on_host(plan))
 
     def inferred(self, plan: Plan) -> Trace:
-        return trace_of(self._infers(plan))
+        self.asked.append(plan)
+        return trace_of(self._infers(plan), self.on_host(plan))
 
-    def cost_model(self, plain: Callable[[int], Plan]) -> CostModel:
+    def least_bytes(self, plan: Plan) -> int:
+        return self._at_least(plan)
+
+    def least_host_bytes(self, plan: Plan) -> int:
+        return self._on_host_at_least(plan)
+
+    def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
+        return iter(self._changes)
+
+    def cost_model(self, plain: Callable[[int], Plan], sizes: Sequence[int]) -> CostModel:
         def work(rows: float) -> dict[Phase, Work]:
             return {phase: Work(rows, 0.0, 1.0) for phase in (Phase.FORWARD, Phase.BACKWARD)}
 
@@ -83,6 +120,7 @@ class Told(Predictor):
             blocks=4,
             parameters=3,
             parameter_bytes=1,
+            elements=1,
         )
 
 
@@ -97,9 +135,9 @@ def budget(size: int) -> Budget:
 def possible(predictor: Predictor) -> list[Plan]:
     """The candidates that ``check`` allows."""
     allowed = []
-    for plan in candidates(predictor.job, predictor.blocks, {}):
+    for plan in candidates(predictor.job, predictor.blocks, {}, predictor.device):
         try:
-            check(plan, predictor.job)
+            check(plan, predictor.job, predictor.device)
         except ValueError:
             continue
         allowed.append(plan)
@@ -107,7 +145,7 @@ def possible(predictor: Predictor) -> list[Plan]:
 
 
 def seconds(predictor: Predictor, plan: Plan) -> float:
-    return predictor.cost_model(lambda size: Plan(micro_batch_size=size)).step_seconds(plan)
+    return predictor.cost_model(lambda size: Plan(micro_batch_size=size), [1, 2]).step_seconds(plan)
 
 
 def least(predictor: Told) -> int:
@@ -120,7 +158,7 @@ def predictors(draw: st.DrawFn) -> Told:
     """Peaks that are random between policies, grow with the micro-batch, and hold a gradient more where it accumulates."""
     asked = job(draw(st.integers(1, 12)), draw(st.sampled_from([None, 1.0])))
     blocks, gradient = draw(st.integers(0, 3)), draw(st.integers(0, 200))
-    plans = list(candidates(asked, blocks, {}))
+    plans = list(candidates(asked, blocks, {}, DEVICE))
     policies = {replace(plan, micro_batch_size=1): None for plan in plans}
     line = st.tuples(st.integers(200, 400), st.integers(0, 20))
     lines = dict(zip(policies, draw(st.lists(line, min_size=len(policies), max_size=len(policies))), strict=True))
@@ -259,15 +297,18 @@ def test_a_reason_is_given_once_with_the_fastest_plan_it_refuses() -> None:
     ]
 
 
-def test_what_check_refuses_is_rejected_with_the_rule() -> None:
-    choice = choose(Told(job(2, max_grad_norm=1.0), per_row), budget(1010), {"activations": Keep(), "loss": WholeLogits()})
-    assert [(other.plan.update, other.reason.split(":")[0]) for other in choice.rejected] == [
-        (AfterBackward(), "10 B over the budget"),
-        (
-            DuringBackward(),
-            "an update during backward never has the whole gradient that max_grad_norm 1.0 bounds",
-        ),
+def test_what_check_refuses_is_rejected_with_the_rule_where_it_would_be_faster() -> None:
+    fixed = {"activations": Keep(), "loss": WholeLogits()}
+    rule = "an update during backward never has the whole gradient that max_grad_norm 1.0 bounds"
+    choice = choose(Told(job(4, max_grad_norm=1.0), per_row), budget(1010), fixed)
+    assert [(other.plan.micro_batch_size, other.plan.update, other.reason.split(":")[0]) for other in choice.rejected] == [
+        (4, AfterBackward(), "30 B over the budget"),
+        (2, AfterBackward(), "10 B over the budget"),
+        (4, DuringBackward(), rule),
     ]
+    # Of two rows an update during backward would be as slow as the choice.
+    as_slow = choose(Told(job(2, max_grad_norm=1.0), per_row), budget(1010), fixed)
+    assert [other.reason for other in as_slow.rejected] == ["10 B over the budget"]
 
 
 def test_what_was_inferred_too_small_is_simulated_and_the_next_plan_is_taken() -> None:

@@ -25,11 +25,11 @@ def test_a_fused_optimizer_takes_data_less_weights_only_as_if_supported() -> Non
     refusal = "`fused=True` requires all the params to be floating point Tensors of supported devices"
     with pytest.raises(RuntimeError, match=refusal):
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
-    with _as_if_supported(), DatalessRecorder(nn.Identity(), CPU) as recorder:
+    with _as_if_supported(), DatalessRecorder(CPU, nn.Identity()) as recorder:
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
     state = [event for event in recorder.trace().events if event.kind is Kind.OPTIMIZER_STATE]
     assert sorted(event.bytes for event in state if event.bytes > 0) == [4, 36, 36]
-    assert {event.phase for event in state if event.bytes > 0} == {Phase.UPDATE}
+    assert {event.phase for event in state if event.bytes > 0} == {Phase.FIRST_UPDATE}
     with pytest.raises(RuntimeError, match=refusal):
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
 
@@ -70,7 +70,7 @@ def states_of_the_generator(device: str, *, substituted: bool) -> int:
     """How often two recomputed blocks save a state of the generator."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
     recompute_blocks_(list(model.children()))
-    recorder = DatalessRecorder(model, CPU) if device == "meta" else Recorder(model)
+    recorder = DatalessRecorder(CPU, model) if device == "meta" else Recorder(model)
     with recorder, _random_states(recorder) if substituted else contextlib.nullcontext():
         model(torch.ones(4, 3, device=device, requires_grad=True)).sum().backward()
     return [event.bytes for event in recorder.trace().events].count(torch.get_rng_state().nbytes)

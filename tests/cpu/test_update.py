@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memtrain.features.optimizers import adamw
 from memtrain.features.replace import replace_
-from memtrain.features.update import update_after_backward, update_during_backward_
+from memtrain.features.update import one_by_one, update_after_backward, update_during_backward_
 
 
 def network() -> nn.Module:
@@ -140,6 +140,38 @@ def test_updating_during_backward_is_exact_under_a_schedule_and_keeps_one_state(
     assert state["state"].keys() == plain_state["state"].keys()
     for number, values in state["state"].items():
         assert all(torch.equal(value, plain_state["state"][number][name]) for name, value in values.items())
+
+
+def test_one_parameter_after_the_other_is_the_optimizers_only_one_with_its_groups_settings_of_the_moment() -> None:
+    model = network()
+    optimizer = optimizer_of(model)
+    groups = optimizer.param_groups
+    listed = list(one_by_one(optimizer))
+    assert [id(parameter) for parameter, _ in listed] == [id(one) for group in groups for one in group["params"]]
+    groups[1]["lr"] = 0.7
+    parameter, alone = listed[-1]
+    with alone():
+        assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == [[id(parameter)]]
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.7, 0.0)
+    assert optimizer.param_groups is groups
+
+
+def test_a_step_of_ones_own_is_taken_with_each_parameter_alone() -> None:
+    model = network()
+    optimizer = optimizer_of(model)
+    taken = []
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [id(parameter)]
+        taken.append(id(parameter))
+
+    before = copy.deepcopy(model.state_dict())
+    update_during_backward_(optimizer, step)
+    loss_of(model, 0).backward()
+    assert sorted(taken) == sorted(id(parameter) for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_at_most_one_gradient_exists_at_a_time() -> None:

@@ -8,9 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.device import Device
-from memtrain.job import Job
-from memtrain.plan import ChunkedLogits, DuringBackward, Foreach, Plan, Recompute
+from memtrain.device import Cpu, Cuda
+from memtrain.job import Approximation, Bf16, Job
+from memtrain.plan import (
+    ChunkedLogits,
+    DuringBackward,
+    EightBit,
+    Foreach,
+    OnDevice,
+    OnHost,
+    OptimizerState,
+    Paged,
+    PagedEightBit,
+    Plan,
+    Recompute,
+)
 from memtrain.planner.cost import CostModel
 from memtrain.trace.event import Phase, Work
 
@@ -23,7 +35,7 @@ WORK = {
 # Two tensors of 20 B together: 14 s for the 7 passes of a fused update, 60 s for the 30 of a foreach one.
 COST = CostModel(
     job=Job(model="tiny", global_batch_size=8, steps=1, max_grad_norm=None),
-    device=Device(name="round", kind="cpu", threads=1, flops_per_second=100.0, bytes_per_second=10.0, operator_seconds=1.0),
+    device=Cpu(name="round", threads=1, flops_per_second=100.0, bytes_per_second=10.0, operator_seconds=1.0),
     small=WORK[1],
     small_size=1,
     large=WORK[2],
@@ -32,6 +44,7 @@ COST = CostModel(
     blocks=4,
     parameters=2,
     parameter_bytes=20,
+    elements=5,
 )
 # One micro-batch of n rows: n × 4 s + 2 s forward, n × 3 s + 3 s backward. The update: 14 s and one operator.
 UPDATE = 15.0
@@ -83,3 +96,88 @@ def test_no_plan_takes_less_than_its_update(forward: tuple[Work, Work], backward
     plain = cost.step_seconds(Plan(micro_batch_size=rows))
     assert plain >= UPDATE
     assert cost.step_seconds(Plan(micro_batch_size=rows, activations=Recompute())) >= plain
+
+
+# ---------------------------------------------------------------------------------------------- optimizer state
+
+# The same rates, half of them again for the link to the host, and a fifth for the host's own memory.
+CARD = Cuda(
+    name="round",
+    compute_capability=(8, 0),
+    multiprocessors=1,
+    usable_bytes=2,
+    context_bytes=1,
+    flops_per_second={"float32": 100.0, "bfloat16": 400.0},
+    bytes_per_second=10.0,
+    operator_seconds=1.0,
+    link_bytes_per_second=5.0,
+    host_bytes_per_second=2.0,
+)
+ON_CARD = replace(COST, device=CARD)
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds"),
+    [
+        # One operator, and 7 passes over 20 B at 10 B/s.
+        (OnDevice(), 1 + 14.0),
+        # Two operators; a gradient to the host and a weight there and back, 60 B at 5 B/s; 7 passes at 2 B/s.
+        (OnHost(), 2 + 12.0 + 70.0),
+        # As on the device, and 40 B of moments there and back at 5 B/s.
+        (Paged(), 2 + 14.0 + 16.0),
+        # 3 passes over 20 B and 2 over 10 B of moments at 10 B/s.
+        (EightBit(), 2 + 8.0),
+        # And these 10 B there and back at 5 B/s.
+        (PagedEightBit(), 2 + 8.0 + 4.0),
+    ],
+    ids=str,
+)
+def test_an_update_takes_its_passes_its_copies_and_a_time_per_operator(state: OptimizerState, seconds: float) -> None:
+    plan = Plan(micro_batch_size=8, optimizer_state=state)
+    assert ON_CARD.step_seconds(plan) == 61 + seconds
+    # One weight at a time is what all of them do but those that take all at once.
+    during = replace(plan, update=DuringBackward())
+    assert ON_CARD.step_seconds(during) == 61 + seconds + (state == OnDevice())
+
+
+@pytest.mark.parametrize(("rows", "micro_batches", "step"), [(8, 1, 61), (4, 2, 66), (1, 8, 96)])
+def test_every_micro_batch_sends_its_gradients_to_the_host_and_adds_them_there(
+    rows: int, micro_batches: int, step: int
+) -> None:
+    seconds = 2 + (micro_batches + 2) * 20 / 5 + (7 + 3 * (micro_batches - 1)) * 20 / 2
+    plan = Plan(micro_batch_size=rows, optimizer_state=OnHost())
+    assert ON_CARD.step_seconds(plan) == step + seconds
+
+
+def test_clipping_on_the_host_passes_over_the_gradients_three_times_more() -> None:
+    clipped = replace(ON_CARD, job=replace(ON_CARD.job, max_grad_norm=1.0))
+    plan = Plan(micro_batch_size=8, optimizer_state=OnHost())
+    assert clipped.step_seconds(plan) == ON_CARD.step_seconds(plan) + 3 * 20 / 2
+    plain = Plan(micro_batch_size=8)
+    assert clipped.step_seconds(plain) == ON_CARD.step_seconds(plain)
+
+
+def test_8_bit_state_moves_fewer_bytes_on_a_processor_too() -> None:
+    job = replace(COST.job, allow=frozenset({Approximation.EIGHT_BIT_STATE}))
+    assert replace(COST, job=job).step_seconds(Plan(micro_batch_size=8, optimizer_state=EightBit())) == 61 + 2 + 8
+
+
+def test_arithmetic_runs_at_the_rate_of_the_jobs_precision() -> None:
+    in_16_bits = replace(ON_CARD, job=replace(ON_CARD.job, precision=Bf16()))
+    # Of 8 rows 3200 flop at 400 per second are as long as 80 B of traffic; backward is traffic.
+    assert in_16_bits.step_seconds(Plan(micro_batch_size=8)) == (8 + 2) + (24 + 3) + UPDATE
+    slow = replace(CARD, flops_per_second={"float32": 100.0})
+    assert replace(in_16_bits, device=slow).step_seconds(Plan(micro_batch_size=8)) == 61 + UPDATE
+
+
+@given(
+    rates=st.lists(st.floats(1e-3, 1e12), min_size=2, max_size=2),
+    rows=st.sampled_from([1, 2, 4, 8]),
+    state=st.sampled_from([OnDevice(), OnHost(), Paged(), EightBit(), PagedEightBit()]),
+)
+def test_a_faster_link_never_makes_a_plan_slower(rates: list[float], rows: int, state: OptimizerState) -> None:
+    slow, fast = (replace(ON_CARD, device=replace(CARD, link_bytes_per_second=rate)) for rate in sorted(rates))
+    plan = Plan(micro_batch_size=rows, optimizer_state=state)
+    assert fast.step_seconds(plan) <= slow.step_seconds(plan)
+    if state in (OnDevice(), EightBit()):
+        assert fast.step_seconds(plan) == slow.step_seconds(plan)

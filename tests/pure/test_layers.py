@@ -20,15 +20,16 @@ LAYERS = (
     ("memtrain.schedule", "memtrain.metrics"),
     ("memtrain.trace.event",),
     ("memtrain.memory",),
-    ("memtrain.data",),
+    ("memtrain.data", "memtrain.place"),
     ("memtrain.models",),
     ("memtrain.inputs",),
     ("memtrain.features",),
     ("memtrain.run",),
     ("memtrain.trace",),
     ("memtrain.planner",),
-    ("memtrain.report",),
+    ("memtrain.report", "memtrain.measure"),
     ("memtrain.trainer",),
+    ("memtrain.schema",),
     ("memtrain.config",),
     ("memtrain.command_line", "memtrain.recipe"),
     ("memtrain.__main__",),
@@ -145,10 +146,10 @@ def test_features_take_plain_arguments_and_know_neither_job_nor_plan() -> None:
         assert foreign(imported).isdisjoint({"hydra", "omegaconf"}), module
 
 
-def test_memory_knows_events_units_and_the_budget() -> None:
+def test_memory_knows_events_units_the_device_and_the_budget() -> None:
     for module, imported in within("memtrain.memory"):
         outside = {name for name in own(imported) if not is_in(name, "memtrain.memory")}
-        assert outside <= {"memtrain.trace.event", "memtrain.units", "memtrain.job"}, module
+        assert outside <= {"memtrain.trace.event", "memtrain.units", "memtrain.device", "memtrain.job"}, module
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_what_needs_no_tensor_never_reaches_torch(package: str) -> None:
 
 def test_only_the_command_line_knows_hydra() -> None:
     for module, imported in IMPORTS.items():
-        if layer(module) < layer("memtrain.config"):
+        if layer(module) < layer("memtrain.schema"):
             assert foreign(imported).isdisjoint({"hydra", "omegaconf"}), module
 
 
@@ -178,7 +179,7 @@ def test_the_step_does_not_ask_where_it_runs() -> None:
 
 
 def test_cuda_is_asked_at_the_edges_only() -> None:
-    edges = {"memtrain.machine", "memtrain.trace.profile"}
+    edges = {"memtrain.machine", "memtrain.measure", "memtrain.trace.profile"}
     for module, tree in MODULES.items():
         if module not in edges:
             assert not [name for name in names(tree) if is_in(name, "torch.cuda")], module

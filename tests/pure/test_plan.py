@@ -11,13 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.job import Job
+from memtrain.device import Cpu, Cuda, Device
+from memtrain.job import Approximation, Bf16, Fp32, Job
 from memtrain.plan import (
     POLICIES,
     ChunkedLogits,
     DuringBackward,
+    EightBit,
+    Foreach,
     Keep,
+    OnDevice,
+    OnHost,
+    OptimizerState,
+    Paged,
+    PagedEightBit,
     Plan,
+    PlanRefused,
     Recompute,
     check,
     from_dict,
@@ -65,6 +74,7 @@ def test_a_policy_is_called_as_its_class_in_snake_case() -> None:
         "loss": ["whole_logits", "chunked_logits"],
         "update": ["after_backward", "during_backward"],
         "optimizer_kernel": ["fused", "foreach"],
+        "optimizer_state": ["on_device", "on_host", "paged", "eight_bit", "paged_eight_bit"],
     }
 
 
@@ -73,6 +83,21 @@ def test_a_plan_prints_as_one_sentence() -> None:
     assert str(plan) == "micro-batch 4, recompute every block, logits in chunks of 256 tokens, fused update during backward"
     assert str(Plan(micro_batch_size=1)) == "micro-batch 1, keep, whole logits, fused update after backward"
     assert str(Recompute(3)) == "recompute one block in 3"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (OnDevice(), ""),
+        (OnHost(), ", optimizer state on the host"),
+        (Paged(), ", optimizer state paged"),
+        (EightBit(), ", optimizer state in 8 bits"),
+        (PagedEightBit(), ", optimizer state in 8 bits, paged"),
+    ],
+)
+def test_a_plan_says_where_the_optimizer_state_is_unless_it_is_on_the_device(state: OptimizerState, words: str) -> None:
+    plain = "micro-batch 2, keep, whole logits, fused update after backward"
+    assert str(Plan(micro_batch_size=2, optimizer_state=state)) == plain + words
 
 
 @pytest.mark.parametrize("classes", list(product(*POLICIES.values())), ids=lambda classes: "-".join(map(policy_name, classes)))
@@ -90,6 +115,7 @@ def test_a_written_plan_holds_nothing_but_names_and_numbers() -> None:
         "loss": {"policy": "whole_logits"},
         "update": {"policy": "after_backward"},
         "optimizer_kernel": {"policy": "fused"},
+        "optimizer_state": {"policy": "on_device"},
     }
 
 
@@ -102,7 +128,7 @@ def test_a_written_plan_holds_nothing_but_names_and_numbers() -> None:
 )
 def test_unknown_and_missing_keys_of_a_written_plan_are_named(changes: dict[str, Any], ending: str) -> None:
     written = {**to_dict(Plan(micro_batch_size=2)), **changes}
-    beginning = "a plan has the keys micro_batch_size, activations, loss, update, optimizer_kernel; "
+    beginning = "a plan has the keys micro_batch_size, activations, loss, update, optimizer_kernel, optimizer_state; "
     with pytest.raises(ValueError, match=f"^{re.escape(beginning + ending)}$"):
         from_dict({key: value for key, value in written.items() if value is not None})
 
@@ -173,6 +199,105 @@ def test_an_update_during_backward_is_refused_where_gradients_accumulate() -> No
 
 def test_an_update_during_backward_is_allowed_on_the_whole_unclipped_batch() -> None:
     check(Plan(micro_batch_size=6, update=DuringBackward()), job(6, max_grad_norm=None))
+
+
+# ---------------------------------------------------------------------------------------------- optimizer state
+
+CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
+CARD = Cuda(
+    name="card",
+    compute_capability=(8, 0),
+    multiprocessors=1,
+    usable_bytes=2,
+    context_bytes=1,
+    flops_per_second={"float32": 1.0},
+    bytes_per_second=1.0,
+    operator_seconds=1.0,
+    link_bytes_per_second=1.0,
+    host_bytes_per_second=1.0,
+)
+ALLOWED = frozenset({Approximation.EIGHT_BIT_STATE})
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "device", "sentence"),
+    [
+        *(
+            (
+                Plan(micro_batch_size=6, optimizer_state=state),
+                {"allow": ALLOWED},
+                CPU,
+                f"optimizer state {state} frees nothing on a processor, whose memory is the host's: "
+                f"set optimizer_state to on_device.",
+            )
+            for state in (OnHost(), Paged(), PagedEightBit())
+        ),
+        *(
+            (
+                Plan(micro_batch_size=6, optimizer_state=state, optimizer_kernel=Foreach()),
+                {"allow": ALLOWED},
+                CARD,
+                f"optimizer state {state} is updated weight by weight, and a foreach update takes all weights at once: "
+                f"set optimizer_kernel to fused.",
+            )
+            for state in (OnHost(), Paged(), EightBit(), PagedEightBit())
+        ),
+        *(
+            (
+                Plan(micro_batch_size=6, optimizer_state=state),
+                {},
+                CARD,
+                f"optimizer_state {name} rounds the optimizer's state to 8 bits, which the job does not allow: "
+                f"add eight_bit_state to allow, or keep the state whole.",
+            )
+            for state, name in ((EightBit(), "eight_bit"), (PagedEightBit(), "paged_eight_bit"))
+        ),
+        (
+            Plan(micro_batch_size=6, optimizer_state=Paged()),
+            {"precision": Bf16()},
+            CARD,
+            "paged state has 32 bits and precision bf16 says 16: "
+            "set optimizer_state to on_host, or to paged_eight_bit where the job allows that.",
+        ),
+    ],
+)
+def test_optimizer_state_that_does_not_suit_job_kernel_or_device_is_refused(
+    plan: Plan, changes: dict[str, Any], device: Device, sentence: str
+) -> None:
+    with pytest.raises(PlanRefused, match=f"^{re.escape(sentence)}$"):
+        check(plan, dataclasses.replace(job(6), **changes), device)
+
+
+def accepted(device: Device | None, **changes: Any) -> set[type]:
+    """The policies for the optimizer's state that a job may have on a device."""
+    found = set()
+    for policy in POLICIES["optimizer_state"]:
+        try:
+            check(Plan(micro_batch_size=6, optimizer_state=policy()), dataclasses.replace(job(6), **changes), device)
+        except PlanRefused:
+            continue
+        found.add(policy)
+    return found
+
+
+@pytest.mark.parametrize("precision", [Fp32(), Bf16()])
+@pytest.mark.parametrize("allow", [frozenset(), ALLOWED])
+def test_every_other_optimizer_state_is_accepted(precision: Fp32 | Bf16, allow: frozenset[Approximation]) -> None:
+    rounding = {EightBit, PagedEightBit} if allow else set()
+    whole = {OnDevice, OnHost} | ({Paged} if precision == Fp32() else set())
+    assert accepted(CARD, precision=precision, allow=allow) == whole | rounding
+    # What only makes no sense on a processor is the planner's to know; the step itself runs anywhere.
+    assert accepted(None, precision=precision, allow=allow) == whole | rounding
+    assert accepted(CPU, precision=precision, allow=allow) == {OnDevice} | (rounding - {PagedEightBit})
+
+
+@pytest.mark.parametrize("state", [OnHost(), Paged(), EightBit(), PagedEightBit()])
+def test_any_optimizer_state_may_be_updated_during_backward(state: OptimizerState) -> None:
+    plan = Plan(micro_batch_size=6, update=DuringBackward(), optimizer_state=state)
+    check(plan, dataclasses.replace(job(6, max_grad_norm=None), allow=ALLOWED), CARD)
+
+
+# ---------------------------------------------------------------------------------------------- sizes
 
 
 @given(rows=st.integers(1, 500))

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from memtrain.device import Device
+from memtrain.device import Cpu
 from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import Footprint
 from memtrain.memory.timeline import Owner
-from memtrain.plan import ChunkedLogits, Keep, Plan, Recompute
+from memtrain.plan import ChunkedLogits, EightBit, Keep, Plan, Recompute
 from memtrain.planner.choice import Choice, Comparison, Rejected, Side
 from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
 from memtrain.trace.event import Kind, Phase, Trace
@@ -33,10 +33,12 @@ def make_choice(*, rejected: int = 0, reason: str = "40.0 MiB over the budget.",
             ),
             headroom_bytes=8 * MIB,
         ),
-        device=Device(name="cpu", kind="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5),
+        device=Cpu(name="cpu", threads=2, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5),
         plan=Plan(micro_batch_size=4, activations=Recompute(), loss=ChunkedLogits(512)),
         footprint=Footprint(
             peak_allocated_bytes=100 * MIB,
+            peak_reserved_bytes=100 * MIB,
+            total_device_bytes=100 * MIB,
             by_kind={kind: (40 if kind is Kind.WEIGHT else 12 if kind is Kind.INPUT else 8) * MIB for kind in Kind},
             by_phase={phase: (90 + number) * MIB for number, phase in enumerate(Phase) if phase is not Phase.SAVE},
             peak_phase=Phase.BACKWARD,
@@ -60,6 +62,8 @@ def make_choice(*, rejected: int = 0, reason: str = "40.0 MiB over the budget.",
 def make_side(weight_mib: int, phases: dict[str, int], step_seconds: float) -> Side:
     return Side(
         peak_allocated_bytes=weight_mib * MIB,
+        peak_reserved_bytes=weight_mib * MIB,
+        total_device_bytes=weight_mib * MIB,
         by_kind={"weight": weight_mib * MIB},
         by_phase={phase: size * MIB for phase, size in phases.items()},
         step_seconds=step_seconds,
@@ -138,10 +142,46 @@ def test_a_rejected_plan_is_told_by_what_differs_from_the_chosen_one() -> None:
     assert " ".join(row.split()) == "micro-batch 32, keep – 40.0 MiB over the budget."
 
 
-def test_six_rejected_plans_are_shown_and_the_others_counted() -> None:
-    assert "and 2 more" in words_of(choice_view(make_choice(rejected=8)))
-    assert words_of(choice_view(make_choice(rejected=8))).count("micro-batch 32") == 6
-    assert "more" not in words_of(choice_view(make_choice(rejected=6)))
+def rejected_for(reasons: int) -> tuple[Rejected, ...]:
+    plan = Plan(micro_batch_size=32, activations=Keep(), loss=ChunkedLogits(512))
+    return tuple(Rejected(plan=plan, reason=f"reason {number}") for number in range(reasons))
+
+
+def test_twelve_reasons_are_shown_and_the_plans_of_others_counted() -> None:
+    words = words_of(choice_view(replace(make_choice(), rejected=rejected_for(14))))
+    assert "and 2 more" in words
+    assert words.count("micro-batch 32") == 12
+    assert "more" not in words_of(choice_view(replace(make_choice(), rejected=rejected_for(12))))
+
+
+def test_plans_rejected_alike_are_one_line_that_says_what_they_share() -> None:
+    alike = tuple(
+        Rejected(
+            plan=Plan(micro_batch_size=4, activations=activations, loss=ChunkedLogits(512), optimizer_state=EightBit()),
+            reason="at least 2.00 MiB over the budget",
+            peak_allocated_bytes=154 * MIB,
+            is_bound=True,
+        )
+        for activations in (Keep(), Recompute(2))
+    )
+    words = words_of(choice_view(replace(make_choice(), rejected=alike)), width=200)
+    assert "micro-batch 4, state in 8 bits (2 plans) ≥ 154 MiB at least 2.00 MiB over the budget" in words
+
+
+def test_a_card_shows_what_is_reserved_and_in_total_and_the_host() -> None:
+    choice = make_choice()
+    peak = replace(
+        choice.footprint,
+        peak_reserved_bytes=110 * MIB,
+        total_device_bytes=130 * MIB,
+        host_bytes=70 * MIB,
+        host_by_kind={Kind.GRADIENT: 20 * MIB, Kind.OPTIMIZER_STATE: 50 * MIB},
+    )
+    budget = replace(choice.budget, host_limits=(Limit("asked for", 80 * MIB),))
+    words = words_of(choice_view(replace(choice, footprint=peak, budget=budget)), width=200)
+    assert "100 MiB allocated, 110 MiB reserved, 130 MiB in total of 152 MiB (85.5 %), predicted" in words
+    assert "host 70.0 MiB of 80.0 MiB: gradient 20.0 MiB, optimizer state 50.0 MiB" in words
+    assert "80.0 MiB of the host, asked for" in words
 
 
 def test_what_was_assumed_is_printed_only_where_something_was() -> None:
@@ -194,13 +234,26 @@ def test_a_phase_that_one_side_did_not_see_has_no_difference() -> None:
     assert "peak in recompute 90.0 MiB –" in lines
 
 
-def test_a_kind_that_one_side_lacks_held_nothing_there() -> None:
+def test_a_kind_that_one_side_lacks_held_nothing_there_unless_it_tells_no_kinds() -> None:
     predicted = make_side(100, {}, 1.0)
-    measured = Side(peak_allocated_bytes=100 * MIB, by_kind={}, by_phase={}, step_seconds=1.0)
+    measured = replace(predicted, by_kind={"gradient": 100 * MIB})
     lines = [
         " ".join(line.split()) for line in lines_of(comparison_view(Comparison(predicted, measured), Budget.of("1GiB"), []))
     ]
     assert "weight 100 MiB 0 B +100 MiB –" in lines
+    counted = comparison_view(Comparison(predicted, replace(predicted, by_kind={})), Budget.of("1GiB"), [])
+    assert "weight 100 MiB –" in [" ".join(line.split()) for line in lines_of(counted)]
+
+
+def test_reserved_and_total_are_shown_where_they_differ_from_allocated() -> None:
+    side = make_side(100, {}, 1.0)
+    card = replace(side, peak_reserved_bytes=110 * MIB, total_device_bytes=130 * MIB)
+    lines = [" ".join(line.split()) for line in lines_of(comparison_view(Comparison(card, card), Budget.of("1GiB"), []))]
+    assert "reserved 110 MiB 110 MiB 0 B 0.00 %" in lines
+    assert "in total 130 MiB 130 MiB 0 B 0.00 %" in lines
+    assert not any(
+        line.startswith("reserved") for line in lines_of(comparison_view(Comparison(side, side), Budget.of("1GiB"), []))
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +267,14 @@ def test_a_kind_that_one_side_lacks_held_nothing_there() -> None:
 )
 def test_the_last_sentence_judges_the_prediction(predicted: int, measured: int, sentence: str) -> None:
     sides = (
-        Side(peak_allocated_bytes=size, by_kind={"weight": size}, by_phase={}, step_seconds=1.0)
+        Side(
+            peak_allocated_bytes=size,
+            peak_reserved_bytes=size,
+            total_device_bytes=size,
+            by_kind={"weight": size},
+            by_phase={},
+            step_seconds=1.0,
+        )
         for size in (predicted, measured)
     )
     assert lines_of(comparison_view(Comparison(*sides), Budget.of("150MiB"), []))[-1] == sentence

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.memory.timeline import MemoryTimeline, Owner
-from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Place, Trace
+from memtrain.trace.event import DEVICE, HOST, MANAGED, Event, Kind, Phase, Place, Trace
 
+PLACES = (DEVICE, HOST, MANAGED)
 MODULES = ["", "head", "layers.0.mlp", "layers.1.mlp", "layers.1.norm"]
 
 
@@ -32,14 +33,14 @@ def traces(draw: st.DrawFn) -> Trace:
                 phase=phase,
                 operator=draw(st.sampled_from(["mm", "add"])),
                 module=draw(st.sampled_from(MODULES)),
-                place=draw(st.sampled_from([DEVICE, HOST])),
+                place=draw(st.sampled_from(PLACES)),
             )
             events.append(born)
             live.append(born)
     return Trace(tuple(events))
 
 
-timelines = st.builds(MemoryTimeline, traces(), st.sampled_from([DEVICE, HOST]))
+timelines = st.builds(MemoryTimeline, traces(), st.sampled_from(PLACES))
 
 
 @given(timeline=timelines)
@@ -69,15 +70,27 @@ def test_the_kinds_and_the_owners_at_the_peak_sum_to_it(timeline: MemoryTimeline
 def test_the_peak_is_the_highest_peak_of_a_phase(timeline: MemoryTimeline) -> None:
     peaks = timeline.peak_by_phase()
     assert max(peaks.values(), default=0) == timeline.peak_bytes
-    assert list(peaks) == list(dict.fromkeys(event.phase for event in timeline.events))
+    assert list(peaks) == list(dict.fromkeys(event.phase for event in timeline.trace.events))
+
+
+def test_a_phase_that_allocates_elsewhere_only_has_what_is_live_meanwhile() -> None:
+    state = event(7, 40, Kind.OPTIMIZER_STATE, Phase.FIRST_UPDATE, place=HOST)
+    trace = replace(BY_HAND.trace, events=(*BY_HAND.trace.events, state))
+    assert MemoryTimeline(trace).peak_by_phase()[Phase.FIRST_UPDATE] == 235
+    assert MemoryTimeline(trace, HOST).peak_by_phase() == {
+        Phase.LOAD: 7,
+        Phase.FORWARD: 7,
+        Phase.BACKWARD: 7,
+        Phase.FIRST_UPDATE: 47,
+    }
 
 
 @given(trace=traces())
 def test_nothing_is_live_once_everything_is_freed(trace: Trace) -> None:
     end = len(trace.events)
-    live = [*MemoryTimeline(trace).live_at(end), *MemoryTimeline(trace, HOST).live_at(end)]
-    frees = [replace(born, bytes=-born.bytes, phase=Phase.SAVE, operator="free") for born in live]
-    for place in (DEVICE, HOST):
+    live = [born for place in PLACES for born in MemoryTimeline(trace, place).live_at(end)]
+    frees = [born._replace(bytes=-born.bytes, phase=Phase.SAVE, operator="free") for born in live]
+    for place in PLACES:
         emptied = MemoryTimeline(Trace((*trace.events, *frees)), place)
         assert emptied.totals[-1:] in ((), (0,))
         assert emptied.live_at(len(emptied.events)) == []
@@ -85,9 +98,9 @@ def test_nothing_is_live_once_everything_is_freed(trace: Trace) -> None:
 
 @given(trace=traces())
 def test_every_event_is_at_one_of_the_places(trace: Trace) -> None:
-    device, host = MemoryTimeline(trace).events, MemoryTimeline(trace, HOST).events
-    assert {*device, *host} == {*trace.events}
-    assert len(device) + len(host) == len(trace.events)
+    apart = [MemoryTimeline(trace, place).events for place in PLACES]
+    assert {event for events in apart for event in events} == {*trace.events}
+    assert sum(map(len, apart)) == len(trace.events)
 
 
 @given(trace=traces(), position=st.integers(0, 40))
