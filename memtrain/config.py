@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
-from memtrain.job import Approximation, Job, Optimizer, Precision, Schedule
+from memtrain.job import Approximation, Job, Optimizer, Precision, Schedule, approximations
 from memtrain.machine import facts, stated_budget
 from memtrain.metrics import RunFolder
 from memtrain.plan import POLICIES, Plan, check, parse_policy
@@ -141,7 +141,7 @@ def settings(cfg: DictConfig) -> Settings:
         optimizer=_alternative("optimizer", values["optimizer"]),
         schedule=_alternative("schedule", values["schedule"]),
         precision=_alternative("precision", values["precision"]),
-        allow=_allow(values["allow"]),
+        allow=approximations(values["allow"]),
         device={key: value for key, value in values["device"].items() if value is not None},
         constraints=_constraints(values["plan"]),
         run_dir=Path(values["run"]["dir"] or default_run_dir(values["recipe"], datetime.now())),
@@ -223,13 +223,6 @@ def _data(values: Mapping[str, Any]) -> DataSettings:
         f"{SMALLEST_VOCABULARY} or more, or null",
     )
     return DataSettings(**{**values, "tokenizer": TokenizerSettings(**values["tokenizer"])})
-
-
-def _allow(names: list[str]) -> frozenset[Approximation]:
-    known = ", ".join(Approximation)
-    for name in names:
-        _require(name in set(Approximation), "allow", name, f"a list of what changes the numbers trained ({known})")
-    return frozenset(map(Approximation, names))
 
 
 def names_text(data: DataSettings) -> bool:

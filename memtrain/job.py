@@ -6,6 +6,7 @@ What only changes memory and speed is a choice and lives in :mod:`memtrain.plan`
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
@@ -93,6 +94,22 @@ class Approximation(StrEnum):
     EIGHT_BIT_STATE = "eight_bit_state"
 
 
+def approximations(names: Collection[str]) -> frozenset[Approximation]:
+    """The approximations of these names.
+
+    Raises:
+        ValueError: there is none of a name, or the names are one text.
+
+    >>> sorted(approximations(["eight_bit_state"]))
+    [<Approximation.EIGHT_BIT_STATE: 'eight_bit_state'>]
+    """
+    known = f"a list of what changes the numbers trained ({', '.join(Approximation)})"
+    _require(not isinstance(names, str), "allow", names, known)
+    for name in names:
+        _require(name in set(Approximation), "allow", name, known)
+    return frozenset(map(Approximation, names))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained.
@@ -125,8 +142,7 @@ class Job:
         )
         _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
         _require(isinstance(self.precision, Precision), "precision", self.precision, "an Fp32 or a Bf16 of memtrain")
-        known = ", ".join(Approximation)
-        _require(self.allow <= set(Approximation), "allow", sorted(self.allow), f"a set of approximations ({known})")
+        approximations(self.allow)
         _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):
             _require(

@@ -93,17 +93,23 @@ def stated_budget(device: Device, asked_bytes: int | None, headroom_bytes: int =
         usable = Limit(f"usable on {device.name}", device.usable_bytes)
         return Budget(limits=(*asked, usable), headroom_bytes=headroom_bytes, host_limits=host)
     if not asked:
-        raise ValueError("budget has no value: set budget=VALUE on the command line or in the recipe.")
+        raise ValueError("budget has no value: say how much memory of a processor training may take, such as 8GiB.")
     if host:
-        raise ValueError(f"host_bytes is set and device {device.name} has no memory beside the host's: set host_bytes to null.")
+        raise ValueError(f"host_bytes is set and device {device.name} has no memory beside the host's: leave host_bytes out.")
     return Budget(limits=asked, headroom_bytes=headroom_bytes)
 
 
-def budget_for(device: Device, asked_bytes: int | None, headroom_bytes: int = 0, host_bytes: int | None = None) -> Budget:
+def budget_for(
+    device: Device,
+    asked_bytes: int | None,
+    headroom_bytes: int = 0,
+    host_bytes: int | None = None,
+    held_bytes: int = 0,
+) -> Budget:
     """The budget of a device: what is asked for and what it has, and if it is in this machine what is installed and free.
 
     A plan for a card that is not here says nothing of this machine (rule 4). Arguments and errors as of
-    :func:`stated_budget`.
+    :func:`stated_budget`; ``held_bytes`` are on the card already and counted by the plan, so they are free to it.
     """
     budget = stated_budget(device, asked_bytes, headroom_bytes, host_bytes)
     if isinstance(device, Cpu):
@@ -112,7 +118,7 @@ def budget_for(device: Device, asked_bytes: int | None, headroom_bytes: int = 0,
         return budget
     return replace(
         budget,
-        limits=(*budget.limits, Limit("free now", _free_bytes(device))),
+        limits=(*budget.limits, Limit("free now", _free_bytes(device, held_bytes))),
         host_limits=budget.host_limits + _host_limits(),
     )
 
@@ -146,14 +152,14 @@ def _host_limits() -> tuple[Limit, Limit]:
     return Limit("installed", memory.total), Limit("free now", memory.available)
 
 
-def _free_bytes(device: Cuda) -> int:
+def _free_bytes(device: Cuda, held_bytes: int) -> int:
     """What this process could take of the card, its context included."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
     # Asking opens this process's context, which a plan counts; what torch's allocator keeps for reuse is free to a plan.
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return min(total, free + kept + device.context_bytes)
+    return min(total, free + kept + held_bytes + device.context_bytes)
 
 
 def _is_here(device: Cuda) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memtrain.device import Cuda, Device
 from memtrain.planner.choice import Side
-from memtrain.planner.compare import counted_side, side_of
+from memtrain.planner.compare import FORWARD_AND_BACKWARD, counted_side, side_of
 from memtrain.trace.event import Kind, Phase, Trace
 from memtrain.trace.profile import MemoryProfiler, held_bytes
 
@@ -81,27 +81,28 @@ class CardMeter:
 
     def __init__(self, device: Cuda) -> None:
         self._context_bytes = device.context_bytes
-        self._by_phase: dict[Phase, int] = {}
+        self._by_phase: dict[str, int] = {}
         self._reserved = 0
         self.peak_bytes = 0
 
     @contextmanager
     def window(self, name: str, phase: Phase) -> Iterator[None]:
-        """Measure what happens inside as ``phase``, but for what :meth:`in_update` has measured by itself."""
+        """Measure what happens inside as ``phase``; of a step only what :meth:`in_update` tells apart."""
         torch.cuda.reset_peak_memory_stats()
         yield
         torch.cuda.synchronize()
-        self._note(phase)
+        # What is after an update is left of it, and no phase.
+        if phase is not Phase.FORWARD:
+            self._note(str(phase))
 
     def in_update(self, update: Callable[[], Any]) -> Callable[[], Any]:
         """``update``, measured by itself; what is before it are forward and backward, which have one peak."""
 
         def measured() -> Any:
-            self._note(Phase.BACKWARD)
+            self._note(FORWARD_AND_BACKWARD)
             torch.cuda.reset_peak_memory_stats()
             result = update()
-            self._note(Phase.UPDATE)
-            torch.cuda.reset_peak_memory_stats()
+            self._note(str(Phase.UPDATE))
             return result
 
         return measured
@@ -118,7 +119,7 @@ class CardMeter:
         """None: counters tell no events."""
         return None
 
-    def _note(self, phase: Phase) -> None:
+    def _note(self, phase: str) -> None:
         peak = torch.cuda.max_memory_allocated()
         self._by_phase[phase] = max(self._by_phase.get(phase, 0), peak)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,27 @@ class RunFolder:
             ValueError: it cannot be written.
         """
         self._write("metrics.jsonl", json.dumps(row) + "\n", mode="a")
+
+
+@dataclass
+class RunLog:
+    """The rows written so far, here and in the run folder."""
+
+    folder: RunFolder | None
+    rows: list[Mapping[str, float]] = field(default_factory=list)
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Add a row, also to ``metrics.jsonl``."""
+        self.rows.append(row)
+        if self.folder is not None:
+            self.folder.log(row)
+
+    @property
+    def steps(self) -> list[Mapping[str, float]]:
+        """The rows of optimizer steps."""
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def evaluations(self) -> tuple[tuple[int, float], ...]:
+        """(step, loss) of each evaluation."""
+        return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)

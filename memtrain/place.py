@@ -47,7 +47,8 @@ def to_host(tensor: Tensor) -> Tensor:
 def move_to_device_(module: nn.Module, device: str) -> nn.Module:
     """Move a module's parameters and buffers from the host, one at a time, each gone from the host before the next.
 
-    In place; shared tensors stay shared. ``device`` is a torch device, "meta" in a data-less run.
+    In place; a tensor that several modules have stays one, and one that is there already stays. ``device`` is a torch device,
+    "meta" in a data-less run.
     """
     moved: dict[int, Tensor] = {}
     for parent in module.modules():
@@ -63,6 +64,8 @@ def move_to_device_(module: nn.Module, device: str) -> nn.Module:
 
 def _on_device(tensor: Tensor, device: str) -> Tensor:
     """The tensor itself with its data on the device; a new one where it is not a parameter."""
+    if tensor.device.type == torch.device(device).type == "cuda":
+        return tensor
     with placed(DEVICE), torch.no_grad():
         data = torch.empty_like(tensor, device=device).copy_(tensor)
     if isinstance(tensor, nn.Parameter):

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -27,10 +27,10 @@ from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
 from memtrain.data.rows import Batch, check_row
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import AdamW, Approximation, Budget, Cosine, Fp32, Job, Optimizer, Precision, Schedule
+from memtrain.job import AdamW, Budget, Cosine, Fp32, Job, Optimizer, Precision, Schedule, approximations
 from memtrain.measure import meter
-from memtrain.metrics import RunFolder
-from memtrain.models.build import FromModule, source, weight_dtype
+from memtrain.metrics import RunFolder, RunLog
+from memtrain.models.build import FromModule, bytes_on, source, weight_dtype
 from memtrain.models.objective import check_suits
 from memtrain.models.save import no_progress_bars, save_model
 from memtrain.place import move_to_device_
@@ -120,11 +120,14 @@ class Trainer:
             raise ValueError("several processes were started, and memtrain trains in one: start it without torchrun.")
         if device is not None and not isinstance(device, Device):
             raise ValueError(
-                f"device is {device!r}, and it must be a Device: leave it out to train on this machine's processor."
+                f"device is {device!r}, and it must be a Device: take memtrain.machine.named(NAME), or leave it out to train on "
+                f"this machine's processor."
             )
         self.device = device or machine.cpu()
-        self.budget = budget if isinstance(budget, Budget) else self._budget(budget, host_bytes)
         self.source = source(model)
+        if isinstance(budget, Budget) and host_bytes is not None:
+            raise ValueError(f"budget is a Budget and host_bytes is {host_bytes!r}: give the host's bytes in the Budget.")
+        self.budget = budget if isinstance(budget, Budget) else self._budget(budget, host_bytes)
         precision = precision or Fp32()
         check_module(self.source, precision, self.device)
         self.tokenizer = load_tokenizer(tokenizer, self.source)
@@ -142,7 +145,7 @@ class Trainer:
             schedule=schedule or Cosine(),
             precision=precision,
             max_grad_norm=max_grad_norm,
-            allow=frozenset(Approximation(one) for one in allow),
+            allow=approximations(allow),
             seed=seed,
         )
         if evaluate_every is not None and evaluate_every < 1:
@@ -161,11 +164,12 @@ class Trainer:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
-        try:
-            asked, host = (None if text is None else parse_bytes(text) for text in (budget, host_bytes))
-        except ValueError as error:
-            raise ValueError(f"budget: {error}") from None
-        return machine.budget_for(self.device, asked, host_bytes=host)
+        return machine.budget_for(
+            self.device,
+            _bytes("budget", budget),
+            host_bytes=_bytes("host_bytes", host_bytes),
+            held_bytes=bytes_on(self.source, self.device.kind),
+        )
 
     # ------------------------------------------------------------------ planning
 
@@ -214,11 +218,12 @@ class Trainer:
             raise ValueError(
                 "this Trainer has trained already: make another, with model=trainer.model to go on from its weights."
             )
-        choice, log, console = self.choice, _Log(self.folder), Console(quiet=not self._progress)
-        self._has_trained = True
+        machine.require(self.device)
+        choice, log, console = self.choice, RunLog(self.folder), Console(quiet=not self._progress)
         console.print(choice_view(choice), "")
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         with self._prepared() as run:
+            self._has_trained = True
             if self.eval_rows is not None:
                 log.add({"step": 0, "eval_loss": self._evaluate(run)})
             unit, speed = "tok" if self._counts == "tokens" else "row", 0.0
@@ -370,22 +375,8 @@ class Trainer:
         return iter(()) if self._model is None else held_by(self._model, self._optimizer)
 
 
-@dataclass
-class _Log:
-    """The rows written so far, here and in the run folder."""
-
-    folder: RunFolder | None
-    rows: list[Mapping[str, float]] = field(default_factory=list)
-
-    def add(self, row: Mapping[str, float]) -> None:
-        self.rows.append(row)
-        if self.folder is not None:
-            self.folder.log(row)
-
-    @property
-    def steps(self) -> list[Mapping[str, float]]:
-        return [row for row in self.rows if "loss" in row]
-
-    @property
-    def evaluations(self) -> tuple[tuple[int, float], ...]:
-        return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
+def _bytes(name: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

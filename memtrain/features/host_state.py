@@ -80,11 +80,14 @@ def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor)
     try:
         with placed(HOST):
             optimizer.step()
-        on_device.copy_(parameter.data)
+        updated = parameter.data
     finally:
         # Also after an interruption: the weight is on the device, and nothing of it elsewhere.
         parameter.grad = None
         parameter.data = on_device
+    with torch.no_grad():
+        # Into the parameter and not its data, so that autograd knows that it has changed.
+        parameter.copy_(updated)
 
 
 def _clip_(gradients: list[Tensor], max_grad_norm: float) -> Tensor:

@@ -98,6 +98,14 @@ def weight_dtype(precision: Precision) -> torch.dtype:
 ModelSource = FromModule | FromConfig | FromPretrained
 
 
+def bytes_on(source: ModelSource, kind: str) -> int:
+    """Bytes that the module of a source holds on a torch device type already; 0 where it is yet to be built."""
+    if not isinstance(source, FromModule):
+        return 0
+    tensors = (*source.module.parameters(), *source.module.buffers())
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == kind)
+
+
 def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
     """The source that ``model`` names: a module, a configuration (object or mapping), a local path or a hub id.
 

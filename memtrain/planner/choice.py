@@ -20,13 +20,13 @@ class Rejected:
     Attributes:
         plan: the plan.
         reason: one sentence.
-        peak_allocated_bytes: its predicted peak, or None where the plan was refused.
+        total_device_bytes: what it would take of the device, or None where the plan was refused.
         is_bound: whether that is only what it takes at the least, found without simulating it.
     """
 
     plan: Plan
     reason: str
-    peak_allocated_bytes: int | None = None
+    total_device_bytes: int | None = None
     is_bound: bool = False
 
 
@@ -36,6 +36,7 @@ class Choice:
 
     Attributes:
         job, budget, device: what was asked.
+        allocator: how a card's allocator was set, in the words of PYTORCH_ALLOC_CONF; empty for torch's defaults.
         plan: the choice.
         footprint: its predicted bytes.
         trace: the simulated run behind the footprint.
@@ -47,6 +48,7 @@ class Choice:
     job: Job
     budget: Budget
     device: Device
+    allocator: str = ""
     plan: Plan
     footprint: Footprint
     trace: Trace
@@ -69,12 +71,13 @@ class Choice:
             "plan": to_dict(self.plan),
             "device": self.device.name,
             "threads": self.device.threads if isinstance(self.device, Cpu) else None,
+            "allocator": self.allocator,
             "assumed": list(self.trace.assumed),
             "rejected": [
                 {
                     "plan": to_dict(other.plan),
                     "reason": other.reason,
-                    "peak_allocated_bytes": other.peak_allocated_bytes,
+                    "total_device_bytes": other.total_device_bytes,
                     "is_bound": other.is_bound,
                 }
                 for other in self.rejected

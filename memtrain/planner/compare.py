@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from memtrain.memory.footprint import Footprint, footprint
 from memtrain.planner.choice import Choice, Comparison, Side
@@ -11,13 +12,29 @@ from memtrain.trace.event import Kind, Phase, Trace
 # A profiler sees an address and a size: what is neither of the first three it cannot tell apart.
 _REST = "activations and temporaries"
 _TOLD_APART = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
+# The phase that a card's counters tell, whose peaks have no times.
+FORWARD_AND_BACKWARD = "forward and backward"
+
 # What a phase is a part of, seen from outside.
 _FROM_OUTSIDE = {Phase.RECOMPUTE: Phase.BACKWARD, Phase.FIRST_UPDATE: Phase.UPDATE}
 
 
 def compare(choice: Choice, measured: Side) -> Comparison:
-    """The prediction of a choice beside a measurement."""
-    return Comparison(_side([choice.footprint], choice.step_seconds), measured)
+    """The prediction of a choice beside a measurement, in the phases that the measurement tells apart."""
+    predicted = _side([choice.footprint], choice.step_seconds)
+    if FORWARD_AND_BACKWARD in measured.by_phase:
+        predicted = replace(predicted, by_phase=_together(predicted.by_phase))
+    return Comparison(predicted, measured)
+
+
+def _together(by_phase: Mapping[str, int]) -> dict[str, int]:
+    """Forward and backward as one phase, in the place of the first of them."""
+    parts = (str(Phase.FORWARD), str(Phase.BACKWARD))
+    folded: dict[str, int] = {}
+    for phase, peak in by_phase.items():
+        name = FORWARD_AND_BACKWARD if phase in parts else phase
+        folded[name] = max(folded.get(name, 0), peak)
+    return folded
 
 
 def side_of(traces: Iterable[Trace], step_seconds: float) -> Side:
@@ -30,7 +47,7 @@ def side_of(traces: Iterable[Trace], step_seconds: float) -> Side:
     return _side([footprint(trace) for trace in traces if trace.events], step_seconds)
 
 
-def counted_side(by_phase: Mapping[Phase, int], reserved_bytes: int, total_bytes: int, step_seconds: float) -> Side:
+def counted_side(by_phase: Mapping[str, int], reserved_bytes: int, total_bytes: int, step_seconds: float) -> Side:
     """A measured side from a card's counters, which tell peaks and not what they are made of.
 
     Args:
@@ -42,7 +59,7 @@ def counted_side(by_phase: Mapping[Phase, int], reserved_bytes: int, total_bytes
         peak_reserved_bytes=reserved_bytes,
         total_device_bytes=total_bytes,
         by_kind={},
-        by_phase={str(phase): by_phase[phase] for phase in Phase if phase in by_phase},
+        by_phase=dict(by_phase),
         step_seconds=step_seconds,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memtrain.device import Device
+from memtrain.device import Cuda, Device
 from memtrain.job import Job
 from memtrain.memory.allocator_config import AllocatorConfig
 from memtrain.memory.extend import NotAlike, extend
@@ -66,8 +66,10 @@ class Predictor:
         allocator: str = "",
     ) -> None:
         self.job, self.device, self.source, self.rows = job, device, source, rows
-        self._evaluation_rows, self._allocator = evaluation_rows, allocator
-        self._allocator_config = AllocatorConfig.of(allocator, torch.__version__)
+        self._evaluation_rows = evaluation_rows
+        # A processor has no such allocator, so a setting for it says nothing.
+        self.allocator = allocator if isinstance(device, Cuda) else ""
+        self._allocator_config = AllocatorConfig.of(self.allocator, torch.__version__)
         self._simulated: dict[Plan, Trace] = {}
         self._peaks: dict[Plan, tuple[int, Mapping[str, int]]] = {}
         self.model = dataless_model(source, weight_dtype(job.precision))
@@ -79,7 +81,8 @@ class Predictor:
     def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
         """Changes of the job that people make when nothing fits: what each is called, its predictor and its plan."""
         for change, job, source, rows, changed in cheaper(self.job, self.source, self.rows, plan, self.device):
-            yield change, Predictor(job, source, rows, self.device, allocator=self._allocator), changed
+            other = Predictor(job, source, rows, self.device, evaluation_rows=self._evaluation_rows, allocator=self.allocator)
+            yield change, other, changed
 
     def footprint(self, trace: Trace) -> Footprint:
         """The footprint of a trace on the device."""
@@ -125,22 +128,20 @@ class Predictor:
         )
 
     def _updated(self) -> list[nn.Parameter]:
-        """The weights that get a gradient, as far as a simulation has shown it; none before the first.
-
-        Known by module: which of the modules that share a weight its gradient is traced to does not matter to a bound.
-        """
+        """The weights that get a gradient, as far as a simulation has shown it; none before the first."""
         if not self._simulated:
             return []
-        trace = next(iter(self._simulated.values()))
-        seen = {event.module for event in trace.events if event.kind is Kind.GRADIENT}
-        return [one for path, one in self.model.named_parameters() if one.requires_grad and path.rpartition(".")[0] in seen]
+        updated = next(iter(self._simulated.values())).updated
+        return [parameter for path, parameter in self.model.named_parameters() if path in updated]
 
     def least_host_bytes(self, plan: Plan) -> int:
         """Bytes that a plan takes of a card's host at the least."""
         updated = self._updated()
         trained = sum(parameter.nbytes for parameter in updated)
         if isinstance(plan.optimizer_state, OnHost):
-            return (2 if isinstance(plan.update, DuringBackward) else 3) * trained
+            # In a first update each gradient goes as its moments come; later ones find the moments there.
+            gradients_beside = not isinstance(plan.update, DuringBackward) and self.job.steps > 1
+            return (3 if gradients_beside else 2) * trained
         # The library keeps small state on the card.
         large = sum(parameter.numel() for parameter in updated if parameter.numel() >= _LEAST_PAGED_ELEMENTS)
         return {Paged: 8 * large, PagedEightBit: 2 * large}.get(type(plan.optimizer_state), 0)

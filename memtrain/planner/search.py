@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from memtrain.device import Cuda, Device
-from memtrain.job import Budget, Job
+from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import Footprint
 from memtrain.plan import (
     ChunkedLogits,
@@ -50,15 +50,15 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
     possible, refusals = _possible(plans, predictor.job, predictor.device)
     if not possible:
         raise PlanRefused(refusals[0].reason)
-    _require_a_plan_that_fits(possible, predictor, budget)
+    thrifty = _a_plan_that_fits(possible, predictor, budget)
     cost = predictor.cost_model(_plainest(possible), sorted({plan.micro_batch_size for plan in possible}))
     possible.sort(key=cost.step_seconds)
 
     rejected: list[Rejected] = []
     for plan in possible:
         if over := _over(*_least_missing(plan, predictor, budget)):
-            least = predictor.least_bytes(plan)
-            rejected.append(Rejected(plan=plan, reason=f"at least {over}", peak_allocated_bytes=least, is_bound=True))
+            least = predictor.least_bytes(plan) + _beside(predictor.device)
+            rejected.append(Rejected(plan=plan, reason=f"at least {over}", total_device_bytes=least, is_bound=True))
             continue
         try:
             predicted = predictor.footprint(predictor.inferred(plan))
@@ -71,9 +71,11 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         if predicted.fits(budget):
             break
         reason = _over(*_missing(predicted, budget))
-        rejected.append(Rejected(plan=plan, reason=reason, peak_allocated_bytes=predicted.peak_allocated_bytes))
+        rejected.append(Rejected(plan=plan, reason=reason, total_device_bytes=predicted.total_device_bytes))
     else:
-        raise AssertionError("a plan fitted when the smallest were tried and no longer does")
+        # A bound that was too high has left out every plan that fits but this one.
+        plan, predicted = thrifty, predictor.footprint(predictor.trace(thrifty))
+        assert predicted.fits(budget), "a plan fitted when the smallest were tried and no longer does"
 
     seconds = cost.step_seconds(plan)
     rejected += _one_per_reason(refusals, cost, seconds)
@@ -81,6 +83,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         job=predictor.job,
         budget=budget,
         device=predictor.device,
+        allocator=predictor.allocator,
         plan=plan,
         footprint=predicted,
         trace=predictor.trace(plan),
@@ -112,9 +115,14 @@ def _missing(predicted: Footprint, budget: Budget) -> tuple[int, int]:
 
 def _least_missing(plan: Plan, predictor: Predictor, budget: Budget) -> tuple[int, int]:
     """Bytes that are missing on the device and on the host at the least, by what is known without simulating the plan."""
-    beside = predictor.device.context_bytes if isinstance(predictor.device, Cuda) else 0
+    device = predictor.least_bytes(plan) + _beside(predictor.device) - budget.device_bytes
     host = 0 if budget.host_bytes is None else predictor.least_host_bytes(plan) - budget.host_bytes
-    return max(0, predictor.least_bytes(plan) + beside - budget.device_bytes), max(0, host)
+    return max(0, device), max(0, host)
+
+
+def _beside(device: Device) -> int:
+    """Bytes that any plan takes of a device beside what it allocates."""
+    return device.context_bytes if isinstance(device, Cuda) else 0
 
 
 def _may_be_smaller(plan: Plan, smallest: Footprint, predictor: Predictor, budget: Budget) -> bool:
@@ -155,8 +163,8 @@ def _one_per_reason(refusals: Sequence[Rejected], cost: CostModel, seconds: floa
     return [refused for refused in first.values() if cost.step_seconds(refused.plan) < seconds]
 
 
-def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget) -> None:
-    """Raise NoPlanFits now, from the micro-batches that can take least, rather than after every plan was tried.
+def _a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget) -> Plan:
+    """A plan that fits, or NoPlanFits now, from the micro-batches that can take least, rather than after every plan was tried.
 
     Those are the smallest, and the whole batch at once: it accumulates no gradients and alone allows an update during
     backward. Between them memory grows with the micro-batch.
@@ -174,7 +182,7 @@ def _require_a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, bu
             reason = str(refusal)
             continue
         if predicted.fits(budget):
-            return
+            return plan
         if smallest is None or _missing(predicted, budget) < _missing(smallest[0], budget):
             smallest = predicted, plan
     if smallest is None:
@@ -188,13 +196,13 @@ def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget:
     if not device and budget.host_bytes is not None:
         return (
             f"no plan fits the host's {_exactly(budget.host_bytes)}: the smallest found ({plan}) fits the device and needs "
-            f"{_exactly(smallest.host_bytes)} of the host, {_exactly(host)} more; raise host_bytes{_changes(smallest, plan, predictor, budget)}."
+            f"{_exactly(smallest.host_bytes)} of the host, {_exactly(host)} more; {_remedy(budget.host_limits, 'host_bytes')}{_changes(smallest, plan, predictor, budget)}."
         )
     beside = f" (and {_exactly(host)} more of the host)" if host else ""
     return (
         f"no plan fits the budget of {_exactly(budget.device_bytes, _origin(budget))}: the smallest found "
         f"({plan}) needs {_exactly(smallest.total_device_bytes)}, {_exactly(device)} more{beside}; "
-        f"raise the budget{_changes(smallest, plan, predictor, budget)}."
+        f"{_remedy(budget.limits, 'the budget')}{_changes(smallest, plan, predictor, budget)}."
     )
 
 
@@ -202,11 +210,25 @@ def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budg
     """What changes of the job would help and what each would need; they train something else, so nobody makes them unasked."""
     needs = []
     for change, other, changed in predictor.cheaper_jobs(plan):
-        found = other.footprint(other.trace(changed))
+        try:
+            found = other.footprint(other.trace(changed))
+        except ValueError:
+            # The model or the plan does not go with the change, which is then none that helps.
+            continue
         if _missing(found, budget) < _missing(smallest, budget):
             host = f" and {format_bytes(found.host_bytes)} of the host" if found.host_bytes else ""
-            needs.append(f"{change} would need {format_bytes(found.total_device_bytes)}{host}")
-    return f", or change the job: {', '.join(needs)}" if needs else ", shorten the rows or take a smaller model"
+            enough = "" if found.fits(budget) else ", still too much"
+            needs.append((bool(enough), f"{change} would need {format_bytes(found.total_device_bytes)}{host}{enough}"))
+    listed = "; ".join(sentence for _, sentence in sorted(needs, key=lambda need: need[0]))
+    return f", or change the job: {listed}" if needs else ", shorten the rows or take a smaller model"
+
+
+def _remedy(limits: Sequence[Limit], what: str) -> str:
+    """What to do about the limit that binds."""
+    tightest = min(limits, key=lambda limit: limit.bytes)
+    if tightest.source == "asked for":
+        return f"raise {what}"
+    return "free memory" if tightest.source == "free now" else "take a machine with more"
 
 
 def _exactly(size: int, beside: str = "") -> str:

@@ -29,6 +29,8 @@ from memtrain.units import format_bytes, format_count, format_seconds
 OWNERS_SHOWN = 5
 REJECTED_SHOWN = 12
 UNKNOWN = "–"
+# The fields of a plan as they are printed.
+_NAMES = {"micro_batch_size": "micro-batch", **{field: field.replace("_", " ") for field in POLICIES}}
 
 
 def choice_view(choice: Choice) -> RenderableType:
@@ -187,24 +189,23 @@ def _plan(choice: Choice) -> Table:
     table = _grid(Column(no_wrap=True), Column(overflow="fold"))
     table.add_row("micro-batch", f"{size} × accumulation {rows // size} = global batch {rows}")
     for field in POLICIES:
-        table.add_row(field.replace("_", " "), str(getattr(choice.plan, field)))
+        table.add_row(_NAMES[field], str(getattr(choice.plan, field)))
     return table
 
 
 def _why(choice: Choice) -> Iterator[str]:
     """For each field that is not at its plainest, what the plainest would have taken in a plan as near as there is."""
     chosen, plainest = choice.plan, Plan(micro_batch_size=choice.job.global_batch_size)
-    tried = [other for other in choice.rejected if other.peak_allocated_bytes is not None]
-    for field in ("micro_batch_size", *POLICIES):
+    tried = [other for other in choice.rejected if other.total_device_bytes is not None]
+    for field, name in _NAMES.items():
         plain = getattr(plainest, field)
         alike = [other for other in tried if getattr(other.plan, field) == plain]
         if getattr(chosen, field) == plain or not alike:
             continue
         nearest = min(alike, key=lambda other: sum(getattr(other.plan, name) != getattr(chosen, name) for name in POLICIES))
-        assert nearest.peak_allocated_bytes is not None
+        assert nearest.total_device_bytes is not None
         least = "at least " if nearest.is_bound else ""
-        name = field.replace("_size", "").replace("_", " ").replace("micro batch", "micro-batch")
-        yield f"with {name} {plain}, {least}{format_bytes(nearest.peak_allocated_bytes)} would be allocated"
+        yield f"with {name} {plain} it would take {least}{format_bytes(nearest.total_device_bytes)}"
 
 
 def _peak(peak: Footprint, budget: Budget) -> RenderableType:
@@ -240,7 +241,7 @@ def _owners(peak: Footprint) -> Table:
 def _rejected(rejected: Sequence[Rejected], chosen: Plan) -> RenderableType:
     table = Table(
         Column("faster, differing in", overflow="fold"),
-        Column("allocated", justify="right", no_wrap=True),
+        Column("takes", justify="right", no_wrap=True),
         Column("why not", overflow="fold"),
         box=None,
         pad_edge=False,
@@ -249,7 +250,7 @@ def _rejected(rejected: Sequence[Rejected], chosen: Plan) -> RenderableType:
     )
     groups: dict[tuple[str, int | None], list[Rejected]] = {}
     for other in rejected:
-        groups.setdefault((other.reason, other.peak_allocated_bytes), []).append(other)
+        groups.setdefault((other.reason, other.total_device_bytes), []).append(other)
     for (reason, size), alike in list(groups.items())[:REJECTED_SHOWN]:
         bound = "≥ " if alike[0].is_bound else ""
         shown = UNKNOWN if size is None else f"{bound}{format_bytes(size)}"

@@ -110,12 +110,14 @@ class Trace:
         events: allocations and frees in order.
         work: what each phase computed, for the cost model.
         assumed: what a data-less run could not know and how it answered; printed with the prediction.
+        updated: paths of the parameters that got a gradient.
         marks: named sections of the run ("load", "evaluate", "step 1", …) as (name, position of the first event).
     """
 
     events: tuple[Event, ...]
     work: Mapping[Phase, Work] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    updated: frozenset[str] = frozenset()
     marks: tuple[tuple[str, int], ...] = ()
 
     def section(self, name: str) -> tuple[int, int]:

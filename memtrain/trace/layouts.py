@@ -46,7 +46,8 @@ class Layouts:
         if not makes_new:
             return None
         try:
-            return id(func), _hashable(args), _hashable(tuple(kwargs.items()))
+            # Factories take torch's default type where none is given.
+            return id(func), _hashable(args), _hashable(tuple(kwargs.items())), torch.get_default_dtype()
         except _HasData:
             return None
 

@@ -79,8 +79,9 @@ class Recorder(TorchDispatchMode):
         self._marks: list[tuple[str, int]] = []
         self._work = {phase: Work() for phase in Phase}
         self._forced: Phase | None = None
+        self._updated: set[str] = set()
         self._updating = 0
-        self._update_phase = Phase.FIRST_UPDATE
+        self._update_phase, self._counts_work = Phase.FIRST_UPDATE, True
         # Live storages that are not on the device; while there are none, nothing can be computed elsewhere.
         self._elsewhere = 0
         self._last_phase = Phase.LOAD
@@ -101,7 +102,7 @@ class Recorder(TorchDispatchMode):
         """
         self._model, self._vocabulary = model, vocabulary
         self._paths = {module: path for path, module in model.named_modules()}
-        self._parameters = {parameter: path for path, parameter in model.named_parameters()}
+        self._parameters: dict[Tensor, str] = {parameter: path for path, parameter in model.named_parameters()}
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._hooks += [parameter.register_post_accumulate_grad_hook(self._gradient_is_there) for parameter in trained]
 
@@ -134,9 +135,9 @@ class Recorder(TorchDispatchMode):
         """Begin a named section."""
         self._marks.append((name, len(self._log)))
 
-    def first_update_done(self) -> None:
-        """From here on an update finds the optimizer's state there."""
-        self._update_phase = Phase.UPDATE
+    def first_step_done(self) -> None:
+        """From here on an update finds the optimizer's state there, and work is not counted: steps are alike."""
+        self._update_phase, self._counts_work = Phase.UPDATE, False
 
     @contextmanager
     def held(self, sizes: Iterable[int], operator: str, place: Place) -> Iterator[None]:
@@ -187,8 +188,8 @@ class Recorder(TorchDispatchMode):
                 for tensor, storage in new:
                     self._born(tensor, storage, operator.name, here, place)
             self.inside_kernel(func, args, kwargs or {})
-            # Steps are alike, so the first stands for all; what is placed elsewhere is no work of the device.
-            if self._update_phase is Phase.FIRST_UPDATE and said_place() is None:
+            # What is placed elsewhere is no work of the device.
+            if self._counts_work and said_place() is None:
                 self._count(operator, args, kwargs or {}, out)
         return out
 
@@ -299,6 +300,7 @@ class Recorder(TorchDispatchMode):
 
     def _gradient_is_there(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
+            self._updated.add(self._parameters.get(parameter, ""))
             self.tag(parameter.grad, Kind.GRADIENT)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -353,7 +355,7 @@ class Recorder(TorchDispatchMode):
             if entry.bytes
         )
         work = {phase: work for phase, work in self._work.items() if work.operators}
-        return Trace(events, work, tuple(self.assumed), self._positions_without_empty())
+        return Trace(events, work, tuple(self.assumed), frozenset(self._updated), self._positions_without_empty())
 
     def _positions_without_empty(self) -> tuple[tuple[str, int], ...]:
         """The marks, counted in events of the trace, which leaves storages of zero bytes out."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memtrain.data.rows import Batch
 from memtrain.device import Cuda, Device
 from memtrain.job import Job
-from memtrain.models.build import FromModule, ModelSource, weight_dtype
+from memtrain.models.build import FromModule, ModelSource, bytes_on, weight_dtype
 from memtrain.models.save import largest_shard
 from memtrain.place import move_to_device_, placed
 from memtrain.plan import Plan
@@ -151,8 +151,11 @@ def simulate(
 
 
 def _loaded(source: ModelSource, dtype: torch.dtype, device: Device) -> nn.Module:
-    """The model as it is loaded: beside a card first on the host, and then tensor by tensor on the card."""
-    if not isinstance(device, Cuda):
+    """The model as it is loaded: beside a card first on the host, and then tensor by tensor on the card.
+
+    A module that is on the card already is there.
+    """
+    if not isinstance(device, Cuda) or bytes_on(source, device.kind):
         return _built(source, dtype)
     with placed(HOST):
         model = _built(source, dtype)
@@ -176,8 +179,17 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
             recorder.tag(tensor, Kind.INPUT)
         return batch
 
+    def evaluate() -> None:
+        starts = range(0, evaluation_rows, plan.micro_batch_size)[:2]
+        if starts:
+            recorder.mark("evaluate")
+            with recorder.phase(Phase.EVALUATE):
+                run.evaluate(batch_of(min(plan.micro_batch_size, evaluation_rows - start)) for start in starts)
+
     with recorder.phase(Phase.LOAD):
         recorder.track_weights()
+    # Before training and after it, as a run does: what an allocator keeps depends on what came before.
+    evaluate()
     steps = min(2, job.steps)
     for number in range(1, steps + 1):
         recorder.mark(f"step {number}")
@@ -186,13 +198,9 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         # The rows of a step wait together; those of the micro-batches that are not run are held as one.
         held = batch_of(job.global_batch_size - count * plan.micro_batch_size)
         run.step([batch_of(plan.micro_batch_size) for _ in range(count)])
-        recorder.first_update_done()
+        recorder.first_step_done()
         del held
-    if evaluation_rows:
-        recorder.mark("evaluate")
-        starts = range(0, evaluation_rows, plan.micro_batch_size)[:2]
-        with recorder.phase(Phase.EVALUATE):
-            run.evaluate(batch_of(min(plan.micro_batch_size, evaluation_rows - start)) for start in starts)
+    evaluate()
     recorder.mark("save")
 
 

@@ -36,7 +36,7 @@ def chosen(recipe: str, folder: Path) -> dict[str, Any]:
     return {
         "plan": prediction["plan"],
         **{name: prediction[name] for name in NUMBERS},
-        "rejected": {str(other["plan"]): other["peak_allocated_bytes"] for other in prediction["rejected"]},
+        "rejected": {str(other["plan"]): other["total_device_bytes"] for other in prediction["rejected"]},
     }
 
 

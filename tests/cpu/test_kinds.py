@@ -90,7 +90,7 @@ def trained(micro_batches: int, *, fused: bool = True) -> Trace:
             for _ in range(micro_batches):
                 step(model)
             optimizer.step()
-            recorder.first_update_done()
+            recorder.first_step_done()
             optimizer.zero_grad(set_to_none=True)
     trace: Trace = recorder.trace()
     return trace

@@ -214,9 +214,11 @@ def test_no_more_is_free_than_a_card_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_processor_needs_a_budget_and_has_no_host_beside_it() -> None:
-    with pytest.raises(ValueError, match=r"^budget has no value: set budget=VALUE on the command line or in the recipe\.$"):
+    with pytest.raises(
+        ValueError, match=r"^budget has no value: say how much memory of a processor training may take, such as 8GiB\.$"
+    ):
         machine.budget_for(machine.cpu(), None)
-    sentence = "host_bytes is set and device cpu has no memory beside the host's: set host_bytes to null."
+    sentence = "host_bytes is set and device cpu has no memory beside the host's: leave host_bytes out."
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         machine.budget_for(machine.cpu(), 500, host_bytes=400)
 

@@ -376,7 +376,7 @@ def test_outside_the_recorder_nothing_is_recorded() -> None:
     with recorder:
         pass
     torch.zeros(1)
-    assert recorder.trace() == Trace((), {}, (), ())
+    assert recorder.trace() == Trace(())
 
 
 def test_what_a_data_less_run_assumed_is_in_the_trace_once() -> None:

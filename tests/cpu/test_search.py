@@ -77,6 +77,7 @@ class Told(Predictor):
         changes: Sequence[tuple[str, Predictor, Plan]] = (),
     ) -> None:
         self.job = job
+        self.allocator = ""
         self.device = device
         self.blocks = blocks
         self.takes, self._infers, self.on_host = takes, infers or takes, on_host
@@ -204,10 +205,10 @@ def test_every_faster_plan_was_rejected_for_the_bytes_it_is_over(predictor: Told
     costs = [seconds(predictor, rejected.plan) for rejected in choice.rejected]
     assert costs == sorted(costs)
     assert all(cost <= choice.step_seconds for cost in costs)
-    tried = [other for other in choice.rejected if other.peak_allocated_bytes is not None]
+    tried = [other for other in choice.rejected if other.total_device_bytes is not None]
     for other in tried:
         peak = predictor.takes(other.plan)
-        assert (other.peak_allocated_bytes, other.reason) == (peak, f"{format_bytes(peak - size)} over the budget")
+        assert (other.total_device_bytes, other.reason) == (peak, f"{format_bytes(peak - size)} over the budget")
     faster = {plan for plan in possible(predictor) if seconds(predictor, plan) < choice.step_seconds}
     assert faster <= {other.plan for other in tried}
 
@@ -290,7 +291,7 @@ def test_a_reason_is_given_once_with_the_fastest_plan_it_refuses() -> None:
     constraints = {"loss": WholeLogits(), "update": AfterBackward()}
     choice = choose(Told(job(4), takes), budget(1010), constraints)
     assert choice.plan == Plan(micro_batch_size=1)
-    assert [(other.plan, other.reason, other.peak_allocated_bytes) for other in choice.rejected] == [
+    assert [(other.plan, other.reason, other.total_device_bytes) for other in choice.rejected] == [
         (Plan(micro_batch_size=4), "30 B over the budget", 1040),
         (Plan(micro_batch_size=2), "10 B over the budget", 1020),
         (Plan(micro_batch_size=4, activations=Recompute(2)), "one block in 2 cannot be recomputed.", None),
@@ -317,7 +318,7 @@ def test_what_was_inferred_too_small_is_simulated_and_the_next_plan_is_taken() -
     choice = choose(predictor, budget(per_row(Plan(micro_batch_size=4)) - 1), fixed)
     assert choice.plan.micro_batch_size == 2
     assert choice.footprint.peak_allocated_bytes == per_row(choice.plan)
-    assert [other.reason for other in choice.rejected if other.peak_allocated_bytes] == ["1 B over the budget"]
+    assert [other.reason for other in choice.rejected if other.total_device_bytes] == ["1 B over the budget"]
 
 
 def test_a_predictor_that_changes_its_mind_stops_the_choice() -> None:

@@ -230,7 +230,10 @@ def test_evaluation_rows_unlike_the_training_rows_are_refused() -> None:
         ({"evaluate_every": 0}, "evaluate_every is 0, and it must be 1 or more steps, or None."),
         ({"evaluate_every": 2, "eval_data": None}, "evaluate_every is 2, and there is nothing to evaluate on: give eval_data."),
         ({"budget": 4}, "budget: 4 is not an amount of memory: give a positive number of bytes with its unit"),
-        ({"device": "cuda"}, "device is 'cuda', and it must be a Device: leave it out to train on this machine's processor."),
+        (
+            {"device": "cuda"},
+            "device is 'cuda', and it must be a Device: take memtrain.machine.named\\(NAME\\), or leave it out",
+        ),
         ({"optimizer": "adamw"}, "optimizer is 'adamw', and it must be an AdamW of memtrain"),
         ({"schedule": "cosine"}, "schedule is 'cosine', and it must be a Constant or a Cosine of memtrain"),
         ({"constraints": "keep"}, "constraints are 'keep', and they must map plan fields to values"),

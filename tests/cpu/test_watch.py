@@ -37,7 +37,7 @@ def test_updates_are_the_first_ones_until_that_is_said_to_be_done() -> None:
                 torch.zeros(number)
                 optimizer.step()
             if number == 2:
-                recorder.first_update_done()
+                recorder.first_step_done()
             optimizer.zero_grad()
     trace = recorder.trace()
     updates = (Phase.FIRST_UPDATE, Phase.UPDATE)

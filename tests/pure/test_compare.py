@@ -12,7 +12,7 @@ from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import footprint
 from memtrain.plan import Plan, Recompute, to_dict
 from memtrain.planner.choice import Choice, Comparison, NoPlanFits, Rejected, Side
-from memtrain.planner.compare import compare, counted_side, side_of
+from memtrain.planner.compare import FORWARD_AND_BACKWARD, compare, counted_side, side_of
 from memtrain.trace.event import Event, Kind, Phase, Trace
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def choice() -> Choice:
         footprint=footprint(PREDICTED),
         trace=PREDICTED,
         step_seconds=1.5,
-        rejected=(Rejected(plan=Plan(micro_batch_size=4), reason="13 B over the budget", peak_allocated_bytes=263),),
+        rejected=(Rejected(plan=Plan(micro_batch_size=4), reason="13 B over the budget", total_device_bytes=263),),
         planning_seconds=0.2,
     )
 
@@ -146,17 +146,18 @@ def test_a_card_is_told_with_what_its_allocator_reserves_and_what_its_context_ta
 
 
 def test_counters_of_a_card_tell_peaks_and_not_what_they_are_made_of() -> None:
-    by_phase = {Phase.UPDATE: 300, Phase.LOAD: 100, Phase.BACKWARD: 400}
+    by_phase = {"load": 100, FORWARD_AND_BACKWARD: 400, "update": 300}
     side = counted_side(by_phase, reserved_bytes=500, total_bytes=700, step_seconds=2.0)
     assert side == Side(
         peak_allocated_bytes=400,
         peak_reserved_bytes=500,
         total_device_bytes=700,
         by_kind={},
-        by_phase={"load": 100, "backward": 400, "update": 300},
+        by_phase=by_phase,
         step_seconds=2.0,
     )
-    assert list(side.by_phase) == ["load", "backward", "update"]
+    # Forward and backward of the prediction are then one phase as well.
+    assert compare(choice(), side).predicted.by_phase == {"load": 100, "forward and backward": 170, "update": 230}
 
 
 def test_a_written_choice_says_the_hosts_budget() -> None:
@@ -197,12 +198,13 @@ def test_a_written_choice_holds_the_prediction_its_budget_and_the_plans_before_i
         "plan": to_dict(made.plan),
         "device": "laptop",
         "threads": 2,
+        "allocator": "",
         "assumed": ["an item() of a mask is 0"],
         "rejected": [
             {
                 "plan": to_dict(Plan(micro_batch_size=4)),
                 "reason": "13 B over the budget",
-                "peak_allocated_bytes": 263,
+                "total_device_bytes": 263,
                 "is_bound": False,
             }
         ],

@@ -51,7 +51,7 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
         (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be an Fp32 or a Bf16 of memtrain."),
         (
             lambda: replace(JOB, allow=frozenset({"four_bit_state"})),
-            "allow is ['four_bit_state'], and it must be a set of approximations (eight_bit_state).",
+            "allow is 'four_bit_state', and it must be a list of what changes the numbers trained (eight_bit_state).",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_plans_rejected_alike_are_one_line_that_says_what_they_share() -> None:
         Rejected(
             plan=Plan(micro_batch_size=4, activations=activations, loss=ChunkedLogits(512), optimizer_state=EightBit()),
             reason="at least 2.00 MiB over the budget",
-            peak_allocated_bytes=154 * MIB,
+            total_device_bytes=154 * MIB,
             is_bound=True,
         )
         for activations in (Keep(), Recompute(2))
