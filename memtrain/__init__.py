@@ -11,21 +11,41 @@ __version__ = "0.1.0"
 # anything else that is heavy (tests/cpu/test_lean_import.py).
 _PUBLIC = {
     "AdamW": "memtrain.job",
+    "Approximation": "memtrain.job",
+    "Bf16": "memtrain.job",
     "Budget": "memtrain.job",
     "Constant": "memtrain.job",
     "Cosine": "memtrain.job",
+    "Cpu": "memtrain.device",
+    "Cuda": "memtrain.device",
     "Device": "memtrain.device",
+    "Fp32": "memtrain.job",
     "Job": "memtrain.job",
     "NoPlanFits": "memtrain.planner.choice",
     "Plan": "memtrain.plan",
     "Trainer": "memtrain.trainer",
 }
 
-__all__ = ["AdamW", "Budget", "Constant", "Cosine", "Device", "Job", "NoPlanFits", "Plan", "Trainer"]
+__all__ = [
+    "AdamW",
+    "Approximation",
+    "Bf16",
+    "Budget",
+    "Constant",
+    "Cosine",
+    "Cpu",
+    "Cuda",
+    "Device",
+    "Fp32",
+    "Job",
+    "NoPlanFits",
+    "Plan",
+    "Trainer",
+]
 
 if TYPE_CHECKING:
-    from memtrain.device import Device
-    from memtrain.job import AdamW, Budget, Constant, Cosine, Job
+    from memtrain.device import Cpu, Cuda, Device
+    from memtrain.job import AdamW, Approximation, Bf16, Budget, Constant, Cosine, Fp32, Job
     from memtrain.plan import Plan
     from memtrain.planner.choice import NoPlanFits
     from memtrain.trainer import Trainer

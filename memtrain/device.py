@@ -125,10 +125,16 @@ def from_dict(written: Mapping[str, Any]) -> Device:
     kinds: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
     if kind not in kinds:
         raise ValueError(f"device {name}: kind is {kind!r}, and it must be one of {', '.join(kinds)}.")
+    if kind == "cuda" and name == "cpu":
+        raise ValueError("the card has no name, and 'cpu' is the processor's: give it one with device.name.")
     types = {field.name: get_type_hints(kinds[kind])[field.name] for field in fields(kinds[kind])}
     for key in given:
         if key not in types:
-            raise ValueError(f"device {name} is of kind {kind}, which has no key {key!r}: it has {', '.join(types)}.")
+            other = "cuda" if kind == "cpu" else "cpu"
+            raise ValueError(
+                f"device {name} is of kind {kind}, which has no key {key!r}: it has {', '.join(types)}; "
+                f"another kind is written as kind: {other}."
+            )
     for key in types:
         if key not in given:
             raise ValueError(f"device {name} is of kind {kind} and has no {key}: add it to the description.")

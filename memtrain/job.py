@@ -103,10 +103,12 @@ def approximations(names: Collection[str]) -> frozenset[Approximation]:
     >>> sorted(approximations(["eight_bit_state"]))
     [<Approximation.EIGHT_BIT_STATE: 'eight_bit_state'>]
     """
-    known = f"a list of what changes the numbers trained ({', '.join(Approximation)})"
-    _require(not isinstance(names, str), "allow", names, known)
+    known = ", ".join(Approximation)
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise ValueError(f"allow is {names!r}, and it must be a list of approximations: {known}.")
     for name in names:
-        _require(name in set(Approximation), "allow", name, known)
+        if name not in set(Approximation):
+            raise ValueError(f"allow has {name!r}, which is none of the approximations that there are: {known}.")
     return frozenset(map(Approximation, names))
 
 
@@ -141,7 +143,7 @@ class Job:
             isinstance(self.optimizer, Optimizer), "optimizer", self.optimizer, "an AdamW of memtrain, AdamW(learning_rate=…)"
         )
         _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
-        _require(isinstance(self.precision, Precision), "precision", self.precision, "an Fp32 or a Bf16 of memtrain")
+        _require(isinstance(self.precision, Precision), "precision", self.precision, "Fp32() or Bf16(), of memtrain")
         approximations(self.allow)
         _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):

@@ -34,6 +34,8 @@ def named(name: str) -> Device:
     Raises:
         ValueError: nothing of that name is described there, or this machine's card is not.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"device is {name!r}, and it must be a name, such as {', '.join(described_devices())}.")
     if name not in described_devices():
         raise ValueError(not_described(name))
     return describe(**_written(name))
@@ -140,8 +142,8 @@ def require(device: Device) -> None:
 
     here = f"has a {torch.cuda.get_device_properties().name}" if torch.cuda.is_available() else "has no CUDA card"
     raise ValueError(
-        f"device {device.name} is not in this machine, which {here}: plan for it with mode=plan, "
-        f"or train on what is here with device=auto."
+        f"device {device.name} is not in this machine, which {here}: plan for it here (mode=plan, or Trainer.choice) "
+        f"and train on a machine that has it."
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from memtrain.device import Cpu, Device
-from memtrain.job import Approximation, Bf16, Job
+from memtrain.job import Approximation, Bf16, Job, Precision
 
 
 def _positive(name: str, value: int) -> None:
@@ -301,7 +301,17 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
                 f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size}: "
                 f"set micro_batch_size to {job.global_batch_size} or update after backward."
             )
+    if device is not None and not suits(job.precision, device):
+        raise PlanRefused(
+            f"precision bf16 needs a card with bfloat16 (compute capability 8.0 or newer), and {device.name} has none: "
+            f"set precision to fp32, or take another card."
+        )
     _check_state(plan, job, device)
+
+
+def suits(precision: Precision, device: Device) -> bool:
+    """Whether a device computes in a precision: bfloat16 came with compute capability 8.0 (CUDA C++ Programming Guide)."""
+    return not isinstance(precision, Bf16) or isinstance(device, Cpu) or device.compute_capability >= (8, 0)
 
 
 def _check_state(plan: Plan, job: Job, device: Device | None) -> None:

@@ -43,7 +43,8 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         trainer.train()
     else:
         folder = RunFolder(settings.run_dir)
-        choice = choice_of(settings, device)
+        with console.status("planning without data"):
+            choice = choice_of(settings, device)
         folder.write_text("config.yaml", config_yaml)
         choice.write(folder)
         console.print(choice_view(choice))

@@ -77,8 +77,8 @@ class Trainer:
         optimizer, schedule, precision, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
             ``{"activations": {"policy": "recompute", "every": 2}}``.
-        device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor. A
-            card that is elsewhere is good for planning.
+        device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor,
+            and its card with ``machine.named("auto")``. A card that is elsewhere is good for planning.
         host_bytes: memory of the host that a plan for a card may take, such as ``"64GiB"``.
         run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
         progress: whether to print the choice, a progress bar and the comparison.
@@ -259,6 +259,7 @@ class Trainer:
         Raises:
             ValueError: there is no ``eval_data``.
         """
+        machine.require(self.device)
         if self.eval_rows is None:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
         with self._prepared() as run:

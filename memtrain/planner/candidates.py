@@ -54,12 +54,14 @@ def candidates(job: Job, blocks: int, constraints: Mapping[str, Any], device: De
 
 def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
     yield OnDevice()
-    if isinstance(device, Cuda):
+    beside_a_card, eight_bit = isinstance(device, Cuda), Approximation.EIGHT_BIT_STATE in job.allow
+    if beside_a_card:
         yield OnHost()
         if isinstance(job.precision, Fp32):
             yield Paged()
-        if Approximation.EIGHT_BIT_STATE in job.allow:
-            yield EightBit()
+    if eight_bit:
+        yield EightBit()
+        if beside_a_card:
             yield PagedEightBit()
 
 

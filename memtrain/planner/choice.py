@@ -36,6 +36,7 @@ class Choice:
 
     Attributes:
         job, budget, device: what was asked.
+        given: the fields of the plan that were fixed.
         allocator: how a card's allocator was set, in the words of PYTORCH_ALLOC_CONF; empty for torch's defaults.
         plan: the choice.
         footprint: its predicted bytes.
@@ -48,6 +49,7 @@ class Choice:
     job: Job
     budget: Budget
     device: Device
+    given: tuple[str, ...] = ()
     allocator: str = ""
     plan: Plan
     footprint: Footprint

@@ -69,14 +69,17 @@ class Predictor:
         self._evaluation_rows = evaluation_rows
         # A processor has no such allocator, so a setting for it says nothing.
         self.allocator = allocator if isinstance(device, Cuda) else ""
-        self._allocator_config = AllocatorConfig.of(self.allocator, torch.__version__)
+        try:
+            self._allocator_config = AllocatorConfig.of(self.allocator, torch.__version__)
+        except ValueError as error:
+            raise ValueError(f"PYTORCH_ALLOC_CONF is {self.allocator!r}: {error}") from error
         self._simulated: dict[Plan, Trace] = {}
         self._peaks: dict[Plan, tuple[int, Mapping[str, int]]] = {}
         self.model = dataless_model(source, weight_dtype(job.precision))
         self._blocks = list(blocks(self.model))
         self.blocks = len(self._blocks)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
 
     def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
         """Changes of the job that people make when nothing fits: what each is called, its predictor and its plan."""
@@ -153,7 +156,7 @@ class Predictor:
         elements = sum(parameter.numel() for parameter in updated)
         # bitsandbytes keeps small tensors in more bits and adds scales: a byte per moment is the least.
         moments = {OnDevice: 2 * trained, EightBit: 2 * elements}.get(type(plan.optimizer_state), 0)
-        return self._weight_bytes + gradients + moments
+        return self.weight_bytes + gradients + moments
 
     def trace(self, plan: Plan) -> Trace:
         """The trace of a plan, simulated whole.

@@ -11,9 +11,9 @@ from dataclasses import replace
 from torch import nn
 
 from memtrain.device import Cuda, Device
-from memtrain.job import Approximation, Job
+from memtrain.job import Approximation, Bf16, Fp32, Job
 from memtrain.models.build import FromModule, ModelSource, weight_dtype
-from memtrain.plan import EightBit, Fused, OnDevice, PagedEightBit, Plan
+from memtrain.plan import EightBit, Fused, OnDevice, OnHost, OptimizerState, Paged, PagedEightBit, Plan, suits
 from memtrain.trace.simulate import RowShapes, dataless_model
 
 # The rank and target of adapters that peft's guides start from.
@@ -29,6 +29,8 @@ def cheaper(job: Job, source: ModelSource, rows: RowShapes, plan: Plan, device: 
     """
     if "input_ids" not in rows:
         return
+    if isinstance(job.precision, Fp32) and not isinstance(source, FromModule) and suits(Bf16(), device):
+        yield "precision bf16", replace(job, precision=Bf16()), source, rows, replace(plan, optimizer_state=_in_16_bits(plan))
     length = rows["input_ids"][0][0]
     if length >= 4:
         half = length // 2
@@ -43,7 +45,12 @@ def cheaper(job: Job, source: ModelSource, rows: RowShapes, plan: Plan, device: 
     if (adapted := _with_adapters(source, job)) is not None:
         # The state of adapters is small, wherever it lies.
         small = replace(plan, optimizer_state=OnDevice(), optimizer_kernel=Fused())
-        yield f"LoRA adapters of rank {_LORA_RANK} (peft)", job, FromModule(adapted), rows, small
+        yield f"LoRA adapters of rank {_LORA_RANK} (a module of your own with peft)", job, FromModule(adapted), rows, small
+
+
+def _in_16_bits(plan: Plan) -> OptimizerState:
+    """State that bf16 allows: paged state has 32 bits."""
+    return OnHost() if isinstance(plan.optimizer_state, Paged) else plan.optimizer_state
 
 
 def _with_adapters(source: ModelSource, job: Job) -> nn.Module | None:

@@ -50,7 +50,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
     possible, refusals = _possible(plans, predictor.job, predictor.device)
     if not possible:
         raise PlanRefused(refusals[0].reason)
-    thrifty = _a_plan_that_fits(possible, predictor, budget)
+    thrifty = _a_plan_that_fits(possible, predictor, budget, constraints or {})
     cost = predictor.cost_model(_plainest(possible), sorted({plan.micro_batch_size for plan in possible}))
     possible.sort(key=cost.step_seconds)
 
@@ -84,6 +84,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         budget=budget,
         device=predictor.device,
         allocator=predictor.allocator,
+        given=tuple(constraints or ()),
         plan=plan,
         footprint=predicted,
         trace=predictor.trace(plan),
@@ -163,7 +164,7 @@ def _one_per_reason(refusals: Sequence[Rejected], cost: CostModel, seconds: floa
     return [refused for refused in first.values() if cost.step_seconds(refused.plan) < seconds]
 
 
-def _a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget) -> Plan:
+def _a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Budget, constraints: Mapping[str, Any]) -> Plan:
     """A plan that fits, or NoPlanFits now, from the micro-batches that can take least, rather than after every plan was tried.
 
     Those are the smallest, and the whole batch at once: it accumulates no gradients and alone allows an update during
@@ -187,23 +188,40 @@ def _a_plan_that_fits(possible: Sequence[Plan], predictor: Predictor, budget: Bu
             smallest = predicted, plan
     if smallest is None:
         raise PlanRefused(reason)
-    raise NoPlanFits(_nothing_fits(*smallest, predictor, budget))
+    raise NoPlanFits(_nothing_fits(*smallest, predictor, budget, constraints))
 
 
-def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget) -> str:
+def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget, constraints: Mapping[str, Any]) -> str:
     """What the smallest plan needs, what is missing on which side, and what would help."""
     device, host = _missing(smallest, budget)
+    changes = f"{_to_leave_open(plan, constraints)}{_changes(smallest, plan, predictor, budget)}"
     if not device and budget.host_bytes is not None:
         return (
             f"no plan fits the host's {_exactly(budget.host_bytes)}: the smallest found ({plan}) fits the device and needs "
-            f"{_exactly(smallest.host_bytes)} of the host, {_exactly(host)} more; {_remedy(budget.host_limits, 'host_bytes')}{_changes(smallest, plan, predictor, budget)}."
+            f"{_exactly(smallest.host_bytes)} of the host, {_exactly(host)} more; "
+            f"{_remedy(budget.host_limits, 'host_bytes')}{changes}."
         )
-    beside = f" (and {_exactly(host)} more of the host)" if host else ""
+    alone = f"the weights alone are {format_bytes(predictor.weight_bytes)}"
+    if context := _beside(predictor.device):
+        alone += f" and the card's context {format_bytes(context)}"
+    hopeless = f"; {alone}" if predictor.weight_bytes + context > budget.device_bytes else ""
+    beside = f", and {_exactly(host)} more of the host" if host else ""
     return (
         f"no plan fits the budget of {_exactly(budget.device_bytes, _origin(budget))}: the smallest found "
-        f"({plan}) needs {_exactly(smallest.total_device_bytes)}, {_exactly(device)} more{beside}; "
-        f"{_remedy(budget.limits, 'the budget')}{_changes(smallest, plan, predictor, budget)}."
+        f"({plan}) needs {_exactly(smallest.total_device_bytes)}, {_exactly(device)} more{beside}{hopeless}; "
+        f"{_remedy(budget.limits, 'the budget')}{changes}."
     )
+
+
+def _to_leave_open(plan: Plan, constraints: Mapping[str, Any]) -> str:
+    """The fields that are set, and not to what takes least."""
+    least = (1, Recompute(), DuringBackward())
+    open_to_less = [
+        f"plan.{field}"
+        for field in constraints
+        if getattr(plan, field) not in least and not isinstance(getattr(plan, field), ChunkedLogits)
+    ]
+    return f", leave {' and '.join(open_to_less)} to the planner" if open_to_less else ""
 
 
 def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget) -> str:
@@ -215,12 +233,20 @@ def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budg
         except ValueError:
             # The model or the plan does not go with the change, which is then none that helps.
             continue
-        if _missing(found, budget) < _missing(smallest, budget):
+        if _helps(found, smallest, budget):
             host = f" and {format_bytes(found.host_bytes)} of the host" if found.host_bytes else ""
             enough = "" if found.fits(budget) else ", still too much"
             needs.append((bool(enough), f"{change} would need {format_bytes(found.total_device_bytes)}{host}{enough}"))
     listed = "; ".join(sentence for _, sentence in sorted(needs, key=lambda need: need[0]))
     return f", or change the job: {listed}" if needs else ", shorten the rows or take a smaller model"
+
+
+def _helps(found: Footprint, smallest: Footprint, budget: Budget) -> bool:
+    """Whether a change brings the job nearer to the budget by more than a hundredth of what it needs."""
+    (device, host), (device_now, host_now) = _missing(found, budget), _missing(smallest, budget)
+    if device_now:
+        return device < device_now - smallest.total_device_bytes / 100
+    return not device and host < host_now - smallest.host_bytes / 100
 
 
 def _remedy(limits: Sequence[Limit], what: str) -> str:

@@ -40,16 +40,17 @@ def choice_view(choice: Choice) -> RenderableType:
         ("job", _job(choice)),
         ("budget", _budget(choice.budget)),
         ("plan", _plan(choice)),
-        ("why", Text("\n".join(["the fastest plan that fits", *_why(choice)]))),
+        ("why", Text("\n".join([_fastest(choice), *_why(choice)]))),
         ("peak", _peak(peak, choice.budget)),
         *([("host", _host(peak, choice.budget))] if peak.host_bytes else []),
+        *([("allocator", Text(choice.allocator))] if choice.allocator else []),
         ("reached", Text(f"in {peak.peak_phase}, by {_source(peak.peak_operator, peak.peak_module)}")),
         ("held by", _owners(peak)),
         ("by phase", Columns([Text(f"{phase} {format_bytes(size)}") for phase, size in peak.by_phase.items()], padding=(0, 3))),
         (
             "step",
             Text(
-                f"{format_seconds(choice.step_seconds)} predicted on {choice.device.name}, planned in {format_seconds(choice.planning_seconds)}"
+                f"about {format_seconds(choice.step_seconds)} predicted on {choice.device.name}, planned in {format_seconds(choice.planning_seconds)}"
             ),
         ),
     ]
@@ -193,6 +194,11 @@ def _plan(choice: Choice) -> Table:
     return table
 
 
+def _fastest(choice: Choice) -> str:
+    given = [f"{_NAMES[field]} {getattr(choice.plan, field)}" for field in choice.given]
+    return "the fastest plan that fits" + (f" with {', '.join(given)}, as it is set" if given else "")
+
+
 def _why(choice: Choice) -> Iterator[str]:
     """For each field that is not at its plainest, what the plainest would have taken in a plan as near as there is."""
     chosen, plainest = choice.plan, Plan(micro_batch_size=choice.job.global_batch_size)
@@ -218,15 +224,18 @@ def _peak(peak: Footprint, budget: Budget) -> RenderableType:
             kinds.add_row(str(kind), format_bytes(size), f"{100 * size / total:.1f} %", ProgressBar(total, size))
     taken = [f"{format_bytes(total)} allocated"]
     if peak.total_device_bytes != total:
-        taken += [f"{format_bytes(peak.peak_reserved_bytes)} reserved", f"{format_bytes(peak.total_device_bytes)} in total"]
+        taken += [
+            f"{format_bytes(peak.peak_reserved_bytes)} reserved",
+            f"{format_bytes(peak.total_device_bytes)} with the context",
+        ]
     share = f"{100 * peak.total_device_bytes / budget.device_bytes:.1f} %"
     headline = Text(f"{', '.join(taken)} of {format_bytes(budget.device_bytes)} ({share}), predicted", style="bold")
     return Group(headline, kinds)
 
 
 def _host(peak: Footprint, budget: Budget) -> Text:
-    bound = "" if budget.host_bytes is None else f" of {format_bytes(budget.host_bytes)}"
-    kinds = [f"{kind} {format_bytes(size)}" for kind, size in peak.host_by_kind.items()]
+    bound = ", which nothing bounds" if budget.host_bytes is None else f" of {format_bytes(budget.host_bytes)}"
+    kinds = [f"{kind} {format_bytes(size)}" for kind, size in peak.host_by_kind.items() if size >= peak.host_bytes / 1000]
     return Text(f"{format_bytes(peak.host_bytes)}{bound}: {', '.join(kinds)}")
 
 

@@ -28,9 +28,13 @@ from memtrain.run import Run, prepare
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Place, Trace
 from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
+from memtrain.trace.layouts import tensors_in
 from memtrain.trace.managed import paged_state
 from memtrain.trace.record import Recorder
 from memtrain.trace.values import Values, lift
+
+# By identity, since an operator's hash is computed in Python.
+_PRODUCTS = {id(getattr(torch.ops.aten, name).default) for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 RowShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -50,7 +54,18 @@ class DatalessRecorder(Recorder):
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._values.is_plain_view(func, args, kwargs):
             return func(*args)
+        if id(func) in _PRODUCTS:
+            self._check_types(args)
         return as_laid_out(self._device, func, self._values.execute(func, args, kwargs), args)
+
+    def _check_types(self, args: Any) -> None:
+        """Data-less products take factors of different types, and no kernel does."""
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(args)}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{self._here() or 'the model'} multiplies {' and '.join(sorted(dtypes))}, and a product takes one type: "
+                f"give the rows in the type of the weights, or cast them in forward."
+            )
 
     def place_of_given(self, tensor: Tensor) -> Place:
         # Beside a card a tensor with data is the host's: a step count, a state of the generator.

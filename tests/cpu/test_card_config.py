@@ -160,7 +160,7 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
         ("device=l4 budget=null headroom=30GiB", "headroom 30.0 GiB leaves nothing of the 22.0 GiB that are usable on l4: "),
         ("precision=fp16", "precision is 'fp16', and it must be one of fp32, bf16."),
         ("allow=eight_bit_state", "allow must be a list: write allow=[a,b]."),
-        ("allow=[8bit]", "allow is '8bit', and it must be a list of what changes the numbers trained (eight_bit_state)."),
+        ("allow=[8bit]", "allow has '8bit', which is none of the approximations that there are: eight_bit_state."),
         ("device=l4 plan.optimizer_state=eight_bit", "optimizer_state eight_bit rounds the optimizer's state to 8 bits"),
         ("plan.optimizer_state=on_host", "optimizer state on the host frees nothing on a processor"),
         ("device=l4 precision=bf16 plan.optimizer_state=paged", "paged state has 32 bits and precision bf16 says 16: "),
@@ -190,8 +190,8 @@ def test_a_recipe_that_names_an_unknown_device_is_told_the_nearest(mine: Path, c
     [
         (
             "recipe=7b_24gb",
-            "device rtx_4090 is not in this machine, which has no CUDA card: plan for it with mode=plan, "
-            "or train on what is here with device=auto.",
+            "device rtx_4090 is not in this machine, which has no CUDA card: plan for it here (mode=plan, "
+            "or Trainer.choice) and train on a machine that has it.",
         ),
         (
             "data=none",

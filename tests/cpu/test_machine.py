@@ -232,7 +232,7 @@ def test_a_headroom_that_leaves_nothing_of_a_card_is_refused() -> None:
 def test_a_card_that_is_elsewhere_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.require(machine.cpu())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    advice = r"plan for it with mode=plan, or train on what is here with device=auto\."
+    advice = r"plan for it here \(mode=plan, or Trainer\.choice\) and train on a machine that has it\."
     with pytest.raises(ValueError, match=rf"^device l4 is not in this machine, which has no CUDA card: {advice}$"):
         machine.require(machine.named("l4"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -32,11 +32,12 @@ JOB = Job(model="tiny", global_batch_size=2, steps=2)
 PLAN = Plan(micro_batch_size=1, activations=Recompute(), optimizer_state=OnHost())
 ROWS: RowShapes = dict.fromkeys(("input_ids", "labels", "attention_mask"), ((LENGTH,), torch.int64))
 ALLOW = frozenset(Approximation)
+BF16 = "precision bf16"
 SHORTER, EIGHT, PAGED, LORA = (
     "rows of 8 tokens",
     "8-bit state (allow=[eight_bit_state])",
     "paged 8-bit state (allow=[eight_bit_state])",
-    "LoRA adapters of rank 16 (peft)",
+    "LoRA adapters of rank 16 (a module of your own with peft)",
 )
 
 
@@ -64,8 +65,8 @@ def changes(job: Job = JOB, device: Device = CARD, rows: RowShapes = ROWS, plan:
 # ---------------------------------------------------------------------------------------------- what is named
 
 
-def test_shorter_rows_8_bit_state_and_adapters_are_named_in_this_order() -> None:
-    assert list(changes()) == [SHORTER, EIGHT, PAGED, LORA]
+def test_bf16_shorter_rows_8_bit_state_and_adapters_are_named_in_this_order() -> None:
+    assert list(changes()) == [BF16, SHORTER, EIGHT, PAGED, LORA]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,16 @@ def test_shorter_rows_8_bit_state_and_adapters_are_named_in_this_order() -> None
         (dataclasses.replace(JOB, allow=ALLOW), CARD, ROWS, {EIGHT, PAGED}),
         (JOB, PROCESSOR, ROWS, {EIGHT, PAGED}),
         (JOB, CARD, dict.fromkeys(ROWS, ((3,), torch.int64)), {SHORTER}),
-        (JOB, CARD, {"x": ((LENGTH,), torch.float32)}, {SHORTER, EIGHT, PAGED, LORA}),
+        (JOB, CARD, {"x": ((LENGTH,), torch.float32)}, {BF16, SHORTER, EIGHT, PAGED, LORA}),
+        (dataclasses.replace(JOB, precision=Bf16()), CARD, ROWS, {BF16}),
+        (JOB, dataclasses.replace(CARD, compute_capability=(7, 5)), ROWS, {BF16}),
     ],
-    ids=["allowed already", "on a processor", "short rows", "no tokens"],
+    ids=["allowed already", "on a processor", "short rows", "no tokens", "in 16 bits already", "a card without bfloat16"],
 )
 def test_what_a_job_has_already_or_cannot_have_is_not_named(
     job: Job, device: Device, rows: RowShapes, missing: set[str]
 ) -> None:
-    assert set(changes(job, device, rows)) == {SHORTER, EIGHT, PAGED, LORA} - missing
+    assert set(changes(job, device, rows)) == {BF16, SHORTER, EIGHT, PAGED, LORA} - missing
 
 
 def test_of_a_users_module_nothing_is_named_and_of_a_users_language_model_no_adapters() -> None:
@@ -157,12 +160,15 @@ def test_a_predictor_predicts_what_each_would_take() -> None:
     found = {
         name: other.footprint(other.trace(plan)) for name, other, plan in Predictor(JOB, llama(), ROWS, CARD).cheaper_jobs(PLAN)
     }
-    assert list(found) == [SHORTER, EIGHT, PAGED, LORA]
+    assert list(found) == [BF16, SHORTER, EIGHT, PAGED, LORA]
     job, model, rows, plan = changes()[SHORTER]
     assert found[SHORTER] == footprint(simulate(job, plan, model, rows, CARD), CARD)
 
 
 def test_what_would_take_no_less_is_not_in_the_message() -> None:
     # The allocator's segments are larger than all that a model this small could save.
-    with pytest.raises(NoPlanFits, match=r"more; raise the budget, shorten the rows or take a smaller model\.$"):
+    with pytest.raises(
+        NoPlanFits,
+        match=r"more; raise the budget, leave plan\.optimizer_state to the planner, shorten the rows or take a smaller model\.$",
+    ):
         choose(Predictor(JOB, llama(), ROWS, CARD), Budget.of("8 MiB"), {"optimizer_state": OnDevice(), "micro_batch_size": 1})

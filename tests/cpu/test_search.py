@@ -77,7 +77,7 @@ class Told(Predictor):
         changes: Sequence[tuple[str, Predictor, Plan]] = (),
     ) -> None:
         self.job = job
-        self.allocator = ""
+        self.allocator, self.weight_bytes = "", 0
         self.device = device
         self.blocks = blocks
         self.takes, self._infers, self.on_host = takes, infers or takes, on_host

@@ -257,7 +257,8 @@ def test_where_only_the_host_is_too_small_that_is_said_with_its_numbers() -> Non
     message = (
         "no plan fits the host's 48.0 MiB (50,331,648 bytes): the smallest found (micro-batch 1, keep, whole logits, fused "
         "update after backward, optimizer state paged) fits the device and needs 50.0 MiB (52,428,800 bytes) of the host, "
-        "2.00 MiB (2,097,152 bytes) more; raise host_bytes, shorten the rows or take a smaller model."
+        "2.00 MiB (2,097,152 bytes) more; raise host_bytes, leave plan.activations and plan.loss and plan.update to the planner, "
+        "shorten the rows or take a smaller model."
     )
     with pytest.raises(NoPlanFits, match=f"^{re.escape(message)}$"):
         choose(predictor, budget(10 * MIB, host=48 * MIB), PLAIN)
@@ -273,7 +274,9 @@ def test_where_both_are_too_small_that_is_said_with_both_numbers() -> None:
     message = (
         "no plan fits the budget of 9.00 MiB (9,437,184 bytes): the smallest found (micro-batch 1, keep, whole logits, fused "
         "update after backward, optimizer state on the host) needs 10.0 MiB (10,485,760 bytes), 1.00 MiB (1,048,576 bytes) "
-        "more (and 2.00 MiB (2,097,152 bytes) more of the host); raise the budget, shorten the rows or take a smaller model."
+        "more, and 2.00 MiB (2,097,152 bytes) more of the host; raise the budget, "
+        "leave plan.activations and plan.loss and plan.update and plan.optimizer_state to the planner, "
+        "shorten the rows or take a smaller model."
     )
     with pytest.raises(NoPlanFits, match=f"^{re.escape(message)}$"):
         choose(predictor, budget(9 * MIB, host=58 * MIB), {**PLAIN, "optimizer_state": OnHost()})
@@ -302,13 +305,13 @@ def test_the_message_says_what_changes_of_the_job_would_need() -> None:
     assert adapted.asked == [changes[1][2]]
 
 
-def test_a_change_that_would_need_as_much_is_not_named() -> None:
+def test_a_change_that_would_need_hardly_less_is_not_named() -> None:
     plan = Plan(micro_batch_size=1)
     predictor = Told(
-        JOB, per_row, changes=[("nothing", Told(JOB, lambda _: 1007), plan), ("less", Told(JOB, lambda _: 1006), plan)]
+        JOB, per_row, changes=[("a hundredth", Told(JOB, lambda _: 997), plan), ("more", Told(JOB, lambda _: 996), plan)]
     )
-    with pytest.raises(NoPlanFits, match=r"raise the budget, or change the job: less would need 1006 B\.$"):
-        choose(predictor, budget(1006))
+    with pytest.raises(NoPlanFits, match=r"raise the budget, or change the job: more would need 996 B\.$"):
+        choose(predictor, budget(996))
 
 
 def test_no_change_is_looked_for_where_something_fits() -> None:

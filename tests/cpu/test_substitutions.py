@@ -83,3 +83,15 @@ def test_only_the_substitution_counts_the_states_of_the_generator_and_as_many_as
     assert states_of_the_generator("cpu", substituted=True) == 4
     assert states_of_the_generator("meta", substituted=True) == 4
     assert (torch.get_rng_state, torch.random.fork_rng) == before
+
+
+def test_a_product_of_two_types_is_refused_as_a_kernel_would() -> None:
+    model = nn.Sequential(nn.Linear(3, 3)).to("meta", torch.bfloat16)
+    sentence = (
+        r"^0 multiplies bfloat16 and float32, and a product takes one type: "
+        r"give the rows in the type of the weights, or cast them in forward\.$"
+    )
+    with DatalessRecorder(CPU, model):
+        model(torch.empty(2, 3, device="meta", dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match=sentence):
+            model(torch.empty(2, 3, device="meta"))

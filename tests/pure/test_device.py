@@ -97,7 +97,7 @@ def test_a_description_is_read_from_plain_data() -> None:
         (
             {**WRITTEN_CPU, "usable_bytes": "1GiB"},
             "device laptop is of kind cpu, which has no key 'usable_bytes': "
-            "it has name, threads, flops_per_second, bytes_per_second, operator_seconds.",
+            "it has name, threads, flops_per_second, bytes_per_second, operator_seconds; another kind is written as kind: cuda.",
         ),
         (
             {**WRITTEN_CARD, "multiprocessors": None},

@@ -48,10 +48,10 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
             lambda: replace(JOB, max_grad_norm=0.0),
             "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
         ),
-        (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be an Fp32 or a Bf16 of memtrain."),
+        (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be Fp32() or Bf16(), of memtrain."),
         (
             lambda: replace(JOB, allow=frozenset({"four_bit_state"})),
-            "allow is 'four_bit_state', and it must be a list of what changes the numbers trained (eight_bit_state).",
+            "allow has 'four_bit_state', which is none of the approximations that there are: eight_bit_state.",
         ),
     ],
 )

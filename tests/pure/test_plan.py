@@ -310,3 +310,27 @@ def test_every_micro_batch_size_on_offer_is_accepted_and_no_other_is(rows: int) 
         else:
             with pytest.raises(ValueError, match="does not divide"):
                 check(Plan(micro_batch_size=size), job(rows))
+
+
+def test_bf16_needs_a_card_that_has_it() -> None:
+    old = Cuda(
+        name="t4",
+        compute_capability=(7, 5),
+        multiprocessors=40,
+        usable_bytes=2,
+        context_bytes=1,
+        flops_per_second={"float32": 1.0},
+        bytes_per_second=1.0,
+        operator_seconds=1.0,
+        link_bytes_per_second=1.0,
+        host_bytes_per_second=1.0,
+    )
+    job = Job(model="tiny", global_batch_size=1, steps=1, precision=Bf16())
+    sentence = (
+        "precision bf16 needs a card with bfloat16 (compute capability 8.0 or newer), and t4 has none: "
+        "set precision to fp32, or take another card."
+    )
+    with pytest.raises(PlanRefused, match=f"^{re.escape(sentence)}$"):
+        check(Plan(micro_batch_size=1), job, old)
+    check(Plan(micro_batch_size=1), job, dataclasses.replace(old, compute_capability=(8, 0)))
+    check(Plan(micro_batch_size=1), dataclasses.replace(job, precision=Fp32()), old)

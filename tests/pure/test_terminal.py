@@ -168,6 +168,16 @@ def test_plans_rejected_alike_are_one_line_that_says_what_they_share() -> None:
     assert "micro-batch 4, state in 8 bits (2 plans) ≥ 154 MiB at least 2.00 MiB over the budget" in words
 
 
+def test_why_says_what_was_set_and_what_plainer_choices_would_take() -> None:
+    tried = Rejected(
+        plan=Plan(micro_batch_size=32, loss=ChunkedLogits(512)), reason="over", total_device_bytes=300 * MIB, is_bound=True
+    )
+    choice = replace(make_choice(), given=("loss", "micro_batch_size"), rejected=(tried,))
+    words = words_of(choice_view(choice), width=200)
+    assert "why the fastest plan that fits with loss logits in chunks of 512 tokens, micro-batch 4, as it is set" in words
+    assert "with activations keep it would take at least 300 MiB" in words
+
+
 def test_a_card_shows_what_is_reserved_and_in_total_and_the_host() -> None:
     choice = make_choice()
     peak = replace(
@@ -179,7 +189,7 @@ def test_a_card_shows_what_is_reserved_and_in_total_and_the_host() -> None:
     )
     budget = replace(choice.budget, host_limits=(Limit("asked for", 80 * MIB),))
     words = words_of(choice_view(replace(choice, footprint=peak, budget=budget)), width=200)
-    assert "100 MiB allocated, 110 MiB reserved, 130 MiB in total of 152 MiB (85.5 %), predicted" in words
+    assert "100 MiB allocated, 110 MiB reserved, 130 MiB with the context of 152 MiB (85.5 %), predicted" in words
     assert "host 70.0 MiB of 80.0 MiB: gradient 20.0 MiB, optimizer state 50.0 MiB" in words
     assert "80.0 MiB of the host, asked for" in words
 
