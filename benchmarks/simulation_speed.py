@@ -7,6 +7,7 @@ allocator. Prints medians of interleaved repeats, after one that nobody counts (
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import statistics
 import time
@@ -22,6 +23,7 @@ from memtrain.job import Bf16, Job
 from memtrain.memory.footprint import footprint
 from memtrain.models.build import source
 from memtrain.plan import ChunkedLogits, OnHost, Plan, Recompute
+from memtrain.trace.event import Trace
 from memtrain.trace.simulate import simulate
 
 PLAN = Plan(micro_batch_size=1, activations=Recompute(), loss=ChunkedLogits(), optimizer_state=OnHost())
@@ -47,8 +49,12 @@ def main() -> None:
     sources = {name: source(config) for name, config in configurations().items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
     events: dict[str, int] = {}
+    trace: Trace | None
     for number in range(repeats + 1):
         for name, model in sources.items():
+            # The trace before is freed outside the time that is measured.
+            trace = None
+            gc.collect()
             started = time.perf_counter()
             trace = simulate(replace(JOB, model=name), PLAN, model, ROWS, device, evaluation_rows=32)
             simulated = time.perf_counter()

@@ -95,8 +95,9 @@ def tensors_in(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
     if isinstance(values, tuple | list):
         for value in values:
+            # Most of what is no tensor is a number, and a size is a list of them.
             if isinstance(value, Tensor):
                 found.append(value)
-            elif isinstance(value, tuple | list):
+            elif isinstance(value, tuple | list) and value and type(value[0]) is not int:
                 found += tensors_in(value)
     return found

@@ -216,9 +216,14 @@ class Recorder(TorchDispatchMode):
         said = said_place()
         if said is not None or not self._elsewhere:
             return said or DEVICE
-        known = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(args))
-        places = [entry[1].place for entry in known if entry is not None]
-        return HOST if places and all(place is HOST for place in places) else DEVICE
+        place = DEVICE
+        for tensor in tensors_in(args):
+            entry = self._live.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                place = entry[1].place
+                if place is not HOST:
+                    return DEVICE
+        return place
 
     def _born(self, tensor: Tensor, storage: Any, operator: str, module: str, place: Place) -> None:
         last_dim = tensor.shape[-1] if tensor.dim() > 1 else 0
