@@ -127,7 +127,7 @@ def _listed(names: str, policy: Policy) -> dict[str, Policy]:
     return dict.fromkeys(names.split(), policy)
 
 
-CUDA_POLICIES: dict[str, Policy] = {
+_EVERY_POLICY: dict[str, Policy] = {
     **_listed(
         "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
         "conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul "
@@ -160,6 +160,10 @@ CUDA_POLICIES: dict[str, Policy] = {
     ),
     **_listed("binary_cross_entropy", banned),
 }
+
+# Torch adds to the lists: what the one that is installed does not act on is not cast.
+_ACTED_ON = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")}
+CUDA_POLICIES = {name: policy for name, policy in _EVERY_POLICY.items() if name in _ACTED_ON}
 """What AutocastCUDA does to each operator, named as ``name`` or ``name.overload`` of the ATen namespace."""
 
 

@@ -57,7 +57,22 @@ class _Operator:
     def of(cls, func: Any) -> Self:
         returns = func._schema.returns
         aliases = bool(returns) and all(one.alias_info is not None for one in returns)
-        return cls(aliases, _short_name(func), flop_registry.get(func._overloadpacket))
+        name = _short_name(func)
+        if name.startswith("_scaled_dot_product"):
+            return cls(aliases, name, _backward_flops if name.endswith("backward") else _attention_flops)
+        return cls(aliases, name, flop_registry.get(func._overloadpacket))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    """Scores and their product with the values, each query head by itself: torch's own formula, before 2.12 without groups."""
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    return 2.0 * scores * (query.shape[-1] + value.shape[-1])
+
+
+def _backward_flops(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> float:
+    """Scores again and the gradients of scores, queries, keys and values."""
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    return 2.0 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 class Recorder(TorchDispatchMode):
