@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it. Resolved on first use, so that `import memtrain` loads neither torch nor
 # anything else that is heavy (tests/cpu/test_lean_import.py).
 _PUBLIC = {
+    "Adafactor": "memtrain.job",
+    "Adam": "memtrain.job",
     "AdamW": "memtrain.job",
     "Approximation": "memtrain.job",
     "Bf16": "memtrain.job",
@@ -21,12 +23,17 @@ _PUBLIC = {
     "Device": "memtrain.device",
     "Fp32": "memtrain.job",
     "Job": "memtrain.job",
+    "Lion": "memtrain.job",
+    "Muon": "memtrain.job",
     "NoPlanFits": "memtrain.planner.choice",
     "Plan": "memtrain.plan",
+    "Sgd": "memtrain.job",
     "Trainer": "memtrain.trainer",
 }
 
 __all__ = [
+    "Adafactor",
+    "Adam",
     "AdamW",
     "Approximation",
     "Bf16",
@@ -38,14 +45,31 @@ __all__ = [
     "Device",
     "Fp32",
     "Job",
+    "Lion",
+    "Muon",
     "NoPlanFits",
     "Plan",
+    "Sgd",
     "Trainer",
 ]
 
 if TYPE_CHECKING:
     from memtrain.device import Cpu, Cuda, Device
-    from memtrain.job import AdamW, Approximation, Bf16, Budget, Constant, Cosine, Fp32, Job
+    from memtrain.job import (
+        Adafactor,
+        Adam,
+        AdamW,
+        Approximation,
+        Bf16,
+        Budget,
+        Constant,
+        Cosine,
+        Fp32,
+        Job,
+        Lion,
+        Muon,
+        Sgd,
+    )
     from memtrain.plan import Plan
     from memtrain.planner.choice import NoPlanFits
     from memtrain.trainer import Trainer

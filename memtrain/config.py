@@ -27,7 +27,7 @@ from memtrain.units import parse_bytes
 CONFIGS = facts("configs")
 RECIPES = facts("recipes")
 
-MODES = ("train", "plan")
+MODES = ("train", "plan", "optimizers")
 
 
 def recipes() -> dict[str, str]:
@@ -79,7 +79,7 @@ class Settings:
 
     Attributes:
         recipe: name of the recipe it started from.
-        mode: ``train`` or ``plan``.
+        mode: ``train``, ``plan`` or ``optimizers``.
         budget_bytes: memory asked for, None for all that a card has; headroom_bytes: the part of it to leave free.
         host_bytes: memory of a card's host asked for, None for as much as there is.
         steps, epochs: length of the run; exactly one is set.
@@ -148,7 +148,9 @@ def settings(cfg: DictConfig) -> Settings:
     )
     if read.epochs is not None and not names_text(read.data):
         raise ValueError(f"epochs is {read.epochs}, and without a text nothing says how many steps that is: set steps instead.")
-    _check_tokenizer(read.model, read.data)
+    # A table of optimizers needs a model and nothing else.
+    if read.mode != "optimizers":
+        _check_tokenizer(read.model, read.data)
     _check_job(read)
     return read
 
@@ -292,5 +294,5 @@ def _check_job(read: Settings) -> None:
     )
     device = _described(read.device)
     check(Plan(**{"micro_batch_size": read.global_batch_size, **read.constraints}), job, device)
-    if device is not None:
+    if device is not None and read.mode != "optimizers":
         stated_budget(device, read.budget_bytes, read.headroom_bytes, read.host_bytes)

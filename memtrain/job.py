@@ -19,6 +19,19 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name} is {value!r}, and it must be {rule}.")
 
 
+def _require_rates(optimizer: Optimizer) -> None:
+    """What holds for the hyper-parameters that several rules have."""
+    _require(0 < optimizer.learning_rate < math.inf, "learning_rate", optimizer.learning_rate, "above 0 and finite")
+    _require(0 <= optimizer.weight_decay < math.inf, "weight_decay", optimizer.weight_decay, "0 or more")
+    if isinstance(optimizer, AdamW | Adam | Lion | Muon):
+        rule = "two numbers from 0 up to, not including, 1"
+        _require(len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas), "betas", optimizer.betas, rule)
+    if isinstance(optimizer, AdamW | Adam | Muon):
+        _require(0 < optimizer.eps < math.inf, "eps", optimizer.eps, "above 0")
+    if isinstance(optimizer, Sgd | Muon):
+        _require(0 <= optimizer.momentum < 1, "momentum", optimizer.momentum, "from 0 up to, not including, 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101).
@@ -36,18 +49,115 @@ class AdamW:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "above 0 and finite")
-        _require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            "betas",
-            self.betas,
-            "two numbers from 0 up to, not including, 1",
-        )
-        _require(0 < self.eps < math.inf, "eps", self.eps, "above 0")
-        _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
+        _require_rates(self)
 
 
-Optimizer = AdamW
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam, whose weight decay is added to the gradient (Kingma and Ba, 2015, arXiv 1412.6980).
+
+    Attributes:
+        betas: decay rates of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: of the squared weights in the loss, so scaled by the moments like the gradient; AdamW's is not.
+    """
+
+    learning_rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_rates(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """Gradient descent with momentum (Sutskever et al., 2013, proceedings.mlr.press/v28/sutskever13).
+
+    Attributes:
+        momentum: the part of the last step that goes on; 0 for none, and no state.
+        weight_decay: added to the gradient.
+    """
+
+    learning_rate: float = 1e-3
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_rates(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor:
+    """Adafactor: second moments as a row and a column per matrix (Shazeer and Stern, 2018, arXiv 1804.04235).
+
+    Steps are relative to the root mean square of a weight, and in step t the rate is at most 1/√t.
+
+    Attributes:
+        beta2_decay: in step t the new squared gradient counts t to this power.
+        min_scale: the least root mean square that a weight is taken to have.
+        clip_threshold: the most root mean square of a step before the rate.
+        weight_decay: decoupled, as AdamW's.
+    """
+
+    learning_rate: float = 1e-3
+    beta2_decay: float = -0.8
+    min_scale: float = 1e-3
+    clip_threshold: float = 1.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_rates(self)
+        _require(-1 <= self.beta2_decay <= 0, "beta2_decay", self.beta2_decay, "from -1 to 0")
+        _require(0 < self.min_scale < math.inf, "min_scale", self.min_scale, "above 0")
+        _require(1 <= self.clip_threshold < math.inf, "clip_threshold", self.clip_threshold, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    """Lion: the sign of a momentum (Chen et al., 2023, arXiv 2302.06675).
+
+    Rates a third to a tenth of AdamW's and a weight decay as many times as large.
+
+    Attributes:
+        betas: weight of the momentum in the step, and the momentum's decay rate.
+        weight_decay: decoupled, as AdamW's.
+    """
+
+    learning_rate: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_rates(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Muon for the matrices of hidden layers, AdamW for embeddings, head, norms and biases.
+
+    The momentum of a matrix is made orthogonal by five Newton-Schulz iterations (Jordan et al., 2024,
+    kellerjordan.github.io/posts/muon) and scaled to the root mean square of AdamW's steps (Liu et al., 2025,
+    arXiv 2502.16982), so that one learning rate and one weight decay serve both.
+
+    Attributes:
+        momentum: decay rate of the momentum, Nesterov's.
+        weight_decay: decoupled, as AdamW's.
+        betas, eps: of AdamW.
+    """
+
+    learning_rate: float = 5e-5
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _require_rates(self)
+
+
+Optimizer = AdamW | Adam | Sgd | Adafactor | Lion | Muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +250,10 @@ class Job:
 
     def __post_init__(self) -> None:
         _require(
-            isinstance(self.optimizer, Optimizer), "optimizer", self.optimizer, "an AdamW of memtrain, AdamW(learning_rate=…)"
+            isinstance(self.optimizer, Optimizer),
+            "optimizer",
+            self.optimizer,
+            "an AdamW of memtrain or another optimizer of its job module, such as AdamW(learning_rate=5e-5)",
         )
         _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
         _require(isinstance(self.precision, Precision), "precision", self.precision, "Fp32() or Bf16(), of memtrain")

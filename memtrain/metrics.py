@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FILES = ("config.yaml", "plan.yaml", "prediction.json", "metrics.jsonl", "comparison.json", "memory.png", "model")
+_FILES = (
+    "config.yaml",
+    "plan.yaml",
+    "prediction.json",
+    "metrics.jsonl",
+    "comparison.json",
+    "memory.png",
+    "model",
+    "optimizers.json",
+)
 
 
 class RunFolder:

@@ -14,18 +14,20 @@ from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
 from memtrain.device import Device
 from memtrain.inputs import check_length, load_tokenizer
-from memtrain.job import Budget, Job
+from memtrain.job import Bf16, Budget, Fp32, Job
 from memtrain.metrics import RunFolder
 from memtrain.models.build import ModelSource, source
 from memtrain.planner.choice import Choice
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
+from memtrain.planner.updates import optimizer_table
+from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.report.terminal import choice_view
 from memtrain.trainer import Trainer
 
 
 def run_recipe(settings: Settings, config_yaml: str) -> None:
-    """Plan the job and print the choice; unless only that was asked for, train, compare and save.
+    """Plan the job and print the choice; unless only that was asked for, train, compare and save. Or print the optimizers.
 
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
@@ -41,6 +43,13 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         trainer = trainer_of(settings, device)
         RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
         trainer.train()
+    elif settings.mode == "optimizers":
+        folder, model = RunFolder(settings.run_dir), _model(settings)
+        with console.status("updating without data"):
+            table = optimizer_table(model, device, (Fp32(), Bf16()))
+        folder.write_text("config.yaml", config_yaml)
+        folder.write_json("optimizers.json", optimizers_json(model.name, table))
+        console.print(optimizers_view(model.name, table))
     else:
         folder = RunFolder(settings.run_dir)
         with console.status("planning without data"):

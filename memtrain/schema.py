@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from memtrain.job import AdamW, Approximation, Bf16, Constant, Cosine, Fp32
+from memtrain.job import Adafactor, Adam, AdamW, Approximation, Bf16, Constant, Cosine, Fp32, Lion, Muon, Sgd
 from memtrain.plan import POLICIES, policy_name
 
 SOURCES = ("python_docs",)
@@ -89,7 +89,7 @@ class RunSchema:
 @dataclass
 class Schema:
     recipe: str = MISSING
-    mode: str = _key("train", "train, or plan: choose the plan, print it and stop")
+    mode: str = _key("train", "train; plan: choose the plan and print it; or optimizers: print what each takes of memory")
     budget: str | None = _key(None, "memory training may take, such as 400MiB or 24GiB; null: all that a card has")
     headroom: str | None = _key(None, "part of the budget to leave free, such as 50MiB; null: none")
     host_bytes: str | None = _key(
@@ -138,7 +138,9 @@ class Alternatives:
 
 
 ALTERNATIVES: dict[str, Alternatives] = {
-    "optimizer": Alternatives("name", {"adamw": AdamW}),
+    "optimizer": Alternatives(
+        "name", {"adamw": AdamW, "adam": Adam, "sgd": Sgd, "adafactor": Adafactor, "lion": Lion, "muon": Muon}
+    ),
     "schedule": Alternatives("name", {"constant": Constant, "cosine": Cosine}),
     "precision": Alternatives("name", {"fp32": Fp32, "bf16": Bf16}),
     **{

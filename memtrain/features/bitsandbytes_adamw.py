@@ -1,4 +1,4 @@
-"""AdamW with its state in 8 bits, in managed memory, or both: bitsandbytes' implementation over our parameter groups.
+"""AdamW and Lion with state in 8 bits, in managed memory, or both: bitsandbytes' implementations over our parameter groups.
 
 8-bit state (Dettmers et al. 2022, arXiv 2110.02861) takes a quarter of the bytes of 32-bit state and rounds both moments
 at every step. Paged state lies in managed memory: in the host's, and on the card while a kernel touches it and there is
@@ -44,19 +44,45 @@ def bitsandbytes_adamw(
     Raises:
         ValueError: bitsandbytes is not installed.
     """
-    library = _bitsandbytes()
     groups = decay_groups(parameters, weight_decay)
-    optimizer: Any = library.optim.AdamW(
+    made = _bitsandbytes().optim.AdamW(
         groups, lr=learning_rate, betas=betas, eps=eps, optim_bits=bits, is_paged=memory == "managed"
     )
+    return _prepared(made, in_32_bits)
+
+
+def bitsandbytes_lion(
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    bits: Literal[8, 32],
+    memory: Literal["device", "managed"],
+    in_32_bits: Iterable[Tensor] = (),
+) -> torch.optim.Optimizer:
+    """Lion over the trainable parameters; the arguments are those of :func:`bitsandbytes_adamw`.
+
+    Its one momentum takes half of what the two moments of AdamW take: 4 bytes per parameter, or 1 + 1/64 in 8 bits.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    groups = decay_groups(parameters, weight_decay)
+    made = _bitsandbytes().optim.Lion(groups, lr=learning_rate, betas=betas, optim_bits=bits, is_paged=memory == "managed")
+    return _prepared(made, in_32_bits)
+
+
+def _prepared(optimizer: Any, in_32_bits: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The library's optimizer with exceptions and tables of its own."""
     # Exceptions of its own, not those of the process: these are looked up by a parameter's address or its place in
     # param_groups, and would be met by other parameters once a model is gone or a group is split.
-    exceptions = library.optim.GlobalOptimManager
+    exceptions = _bitsandbytes().optim.GlobalOptimManager
     optimizer.mng = exceptions.__new__(exceptions)
     optimizer.mng.initialize()
     optimizer.mng.override_config(list(in_32_bits), "optim_bits", 32)
     # The two tables of 256 values are put in place here rather than in the first step.
-    device = groups[0]["params"][0].device
+    device = optimizer.param_groups[0]["params"][0].device
     optimizer.name2qmap = {name: table.to(device) for name, table in optimizer.name2qmap.items()}
     made: torch.optim.Optimizer = optimizer
     return made

@@ -77,6 +77,17 @@ def test_each_recipe_is_a_valid_configuration_and_says_what_it_is(name: str) -> 
     assert recipes()[name]
 
 
+@pytest.mark.parametrize("name", ALTERNATIVES["optimizer"].classes)
+def test_an_optimizer_is_chosen_by_name_and_keeps_what_the_recipe_sets_for_every_rule(name: str) -> None:
+    chosen = one(f"optimizer={name}", "optimizer.learning_rate=3e-4").optimizer
+    assert type(chosen) is ALTERNATIVES["optimizer"].classes[name]
+    assert (chosen.learning_rate, chosen.weight_decay) == (3e-4, 0.1)
+
+
+def test_a_table_of_optimizers_needs_neither_text_nor_budget_nor_a_tokenizer() -> None:
+    assert one("mode=optimizers", "model=llama2_7b", "data=none", "budget=null").mode == "optimizers"
+
+
 def test_the_schema_and_the_defaults_list_know_every_policy_field() -> None:
     assert {key.name for key in dataclasses.fields(PlanSchema)} == {"micro_batch_size", *POLICIES}
     defaults = yaml.safe_load((CONFIGS / "run.yaml").read_text())["defaults"]
@@ -165,7 +176,11 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("optimizer.learningrate=1e-3", "there is no key 'optimizer.learningrate': did you mean optimizer.learning_rate?"),
         ("modle=llama_5m", "there is no key 'modle': did you mean mode or model?"),
         ("+stepz=3", "there is no key 'stepz': did you mean steps?"),
-        ("optimizer.lr=1", "there is no key 'optimizer.lr': optimizer has learning_rate, betas, eps, weight_decay."),
+        (
+            "optimizer.lr=1",
+            "there is no key 'optimizer.lr': optimizer has learning_rate, betas, eps, weight_decay, momentum, "
+            "beta2_decay, min_scale, clip_threshold.",
+        ),
         ("xyzzy=1", "there is no key 'xyzzy': python -m memtrain --help lists the keys."),
         ("recipe=quikstart", "there is no recipe 'quikstart': did you mean quickstart?"),
         ("recipe=./mien.yaml", "there is no recipe file ./mien.yaml: did you mean mine.yaml?"),
@@ -173,7 +188,10 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("model=lama_5m", "model is 'lama_5m', and it must be one of llama2_7b, llama_5m, pretrained."),
         ("model=null", "model is null, and it must be one of llama2_7b, llama_5m, pretrained."),
         ("plan=keep", "plan is 'keep', and it must be set key by key, as in plan.KEY=VALUE."),
-        ("plan.activations=recomput", "plan.activations is 'recomput', and it must be one of auto, keep, recompute."),
+        (
+            "plan.activations=recomput",
+            "plan.activations is 'recomput', and it must be one of auto, keep, recompute, recompute_first,",
+        ),
         (
             "plan.activations.every=2",
             "plan.activations.every is a setting of plan.activations=recompute, which is not chosen here: choose it as well.",
@@ -183,7 +201,7 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
             "there is no key 'plan.activations.evry': did you mean plan.activations.every",
         ),
         ("plan.loss=[a]", "plan.loss is ['a'], and it must be one of auto, whole_logits, chunked_logits."),
-        ("optimizer=null", "optimizer is null, and it must be one of adamw."),
+        ("optimizer=null", "optimizer is null, and it must be one of adamw, adam, sgd, adafactor, lion, muon."),
         ("global_batch_size=abc", "global_batch_size is 'abc', and it must be a whole number."),
         ("optimizer.eps=abc", "optimizer.eps is 'abc', and it must be a number."),
         ("seed=null", "seed is null, and it needs a value."),
@@ -197,7 +215,7 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("budget=-1GiB", "budget: '-1GiB' is not an amount of memory: give a positive number of bytes with its unit"),
         ("budget=24Gbit", "budget: '24Gbit' names bits, and memory is counted in bytes: give"),
         ("headroom=1", "headroom: '1' is not an amount of memory: give"),
-        ("mode=trian", "mode is 'trian', and it must be one of train, plan."),
+        ("mode=trian", "mode is 'trian', and it must be one of train, plan, optimizers."),
         ("seed=-1", "seed is -1, and it must be a whole number from 0 to 4294967295."),
         ("steps=null", "neither steps nor epochs is set: set one of them to say how long the run is."),
         ("evaluate_every=0", "evaluate_every is 0, and it must be 1 or more, or null."),
@@ -340,7 +358,7 @@ def test_help_names_recipes_keys_options_and_examples(capsys: pytest.CaptureFixt
     for part in (
         "budget=",
         "data.sequence_length=",
-        "auto | keep | recompute (every)",
+        "auto | keep | recompute (every) | recompute_first (blocks) | recompute_selective | recompute_attention | recompute_mlp",
         "python -m memtrain recipe=./mine.yaml",
     ):
         assert part in text

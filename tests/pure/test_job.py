@@ -11,7 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.job import AdamW, Approximation, Bf16, Budget, Constant, Cosine, Fp32, Job, Limit
+from memtrain.job import (
+    Adafactor,
+    Adam,
+    AdamW,
+    Approximation,
+    Bf16,
+    Budget,
+    Constant,
+    Cosine,
+    Fp32,
+    Job,
+    Limit,
+    Lion,
+    Muon,
+    Sgd,
+)
 
 JOB = Job(model="tiny", global_batch_size=8, steps=10)
 
@@ -31,6 +46,35 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
         (lambda: AdamW(eps=0.0), "eps is 0.0, and it must be above 0."),
         (lambda: AdamW(weight_decay=-0.1), "weight_decay is -0.1, and it must be 0 or more."),
         (lambda: AdamW(weight_decay=math.inf), "weight_decay is inf, and it must be 0 or more."),
+        *[
+            (lambda rule=rule: rule(learning_rate=0.0), "learning_rate is 0.0, and it must be above 0 and finite.")
+            for rule in (Adam, Sgd, Adafactor, Lion, Muon)
+        ],
+        *[
+            (lambda rule=rule: rule(weight_decay=-0.1), "weight_decay is -0.1, and it must be 0 or more.")
+            for rule in (Adam, Sgd, Adafactor, Lion, Muon)
+        ],
+        *[
+            (
+                lambda rule=rule: rule(betas=(0.9, 1.0)),
+                "betas is (0.9, 1.0), and it must be two numbers from 0 up to, not including, 1.",
+            )
+            for rule in (Adam, Lion, Muon)
+        ],
+        *[(lambda rule=rule: rule(eps=0.0), "eps is 0.0, and it must be above 0.") for rule in (Adam, Muon)],
+        *[
+            (lambda rule=rule: rule(momentum=1.0), "momentum is 1.0, and it must be from 0 up to, not including, 1.")
+            for rule in (Sgd, Muon)
+        ],
+        (lambda: Adafactor(beta2_decay=0.1), "beta2_decay is 0.1, and it must be from -1 to 0."),
+        (lambda: Adafactor(beta2_decay=-1.1), "beta2_decay is -1.1, and it must be from -1 to 0."),
+        (lambda: Adafactor(min_scale=0.0), "min_scale is 0.0, and it must be above 0."),
+        (lambda: Adafactor(clip_threshold=0.5), "clip_threshold is 0.5, and it must be 1 or more."),
+        (
+            lambda: replace(JOB, optimizer="sgd"),
+            "optimizer is 'sgd', and it must be an AdamW of memtrain or another optimizer of its job module, such as "
+            "AdamW(learning_rate=5e-5).",
+        ),
         (lambda: Cosine(final_fraction=1.1), "final_fraction is 1.1, and it must be from 0 to 1."),
         (lambda: Cosine(final_fraction=-0.1), "final_fraction is -0.1, and it must be from 0 to 1."),
         (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be a whole number of 1 or more."),
@@ -62,6 +106,9 @@ def test_a_wrong_value_is_refused_with_the_rule(make: Callable[[], object], sent
 
 def test_the_edges_of_the_rules_are_allowed() -> None:
     AdamW(betas=(0.0, 0.0), weight_decay=0.0)
+    Sgd(momentum=0.0)
+    Adafactor(beta2_decay=-1.0, clip_threshold=1.0)
+    Adafactor(beta2_decay=0.0)
     Cosine(final_fraction=0.0)
     Cosine(final_fraction=1.0)
     Job(model="tiny", global_batch_size=1, steps=1, max_grad_norm=None)
