@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from memtrain.device import Cpu, Device
-from memtrain.job import Approximation, Bf16, Job, Precision
+from memtrain.job import Adafactor, Adam, Approximation, Bf16, Job, Lion, Muon, Precision, Sgd
 
 
 def _positive(name: str, value: int) -> None:
@@ -31,11 +31,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Keep only the input of every k-th block and run that block again in backward (arXiv 1604.06174).
-
-    Attributes:
-        every: 1 recomputes each block, 2 each second one, and so on.
-    """
+    """Keep only the input of each ``every``-th block (1: of all) and run that block again in backward (arXiv 1604.06174)."""
 
     every: int = 1
 
@@ -44,6 +40,43 @@ class Recompute:
 
     def __str__(self) -> str:
         return "recompute every block" if self.every == 1 else f"recompute one block in {self.every}"
+
+
+@dataclass(frozen=True)
+class RecomputeFirst:
+    """Keep only the inputs of the first ``blocks`` blocks and run these blocks again in backward."""
+
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("activations.blocks", self.blocks)
+
+    def __str__(self) -> str:
+        return f"recompute the first {self.blocks} blocks" if self.blocks > 1 else "recompute the first block"
+
+
+@dataclass(frozen=True)
+class RecomputeSelective:
+    """Keep the results of products with weights and of attention kernels, and run the rest of each block again."""
+
+    def __str__(self) -> str:
+        return "recompute all but products and attention"
+
+
+@dataclass(frozen=True)
+class RecomputeAttention:
+    """Run the attention of each block again in backward and keep the rest."""
+
+    def __str__(self) -> str:
+        return "recompute attention"
+
+
+@dataclass(frozen=True)
+class RecomputeMlp:
+    """Run the MLP of each block again in backward and keep the rest."""
+
+    def __str__(self) -> str:
+        return "recompute MLPs"
 
 
 @dataclass(frozen=True)
@@ -146,7 +179,7 @@ class PagedEightBit:
         return "in 8 bits, paged"
 
 
-Activations = Keep | Recompute
+Activations = Keep | Recompute | RecomputeFirst | RecomputeSelective | RecomputeAttention | RecomputeMlp
 Loss = WholeLogits | ChunkedLogits
 Update = AfterBackward | DuringBackward
 OptimizerKernel = Fused | Foreach
@@ -182,8 +215,7 @@ class Plan:
         return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {update}{state}"
 
 
-# The fields of Plan that are unions, with the classes of each: {"activations": (Keep, Recompute), …}. The planner and the
-# tests go through this table, so a new policy is planned and tested from the day it is added.
+# The classes of each field that is a union: planner and tests go through them, so a new policy is planned and tested at once.
 POLICIES: dict[str, tuple[type, ...]] = {
     "activations": get_args(Activations),
     "loss": get_args(Loss),
@@ -306,12 +338,34 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             f"precision bf16 needs a card with bfloat16 (compute capability 8.0 or newer), and {device.name} has none: "
             f"set precision to fp32, or take another card."
         )
+    _check_optimizer(plan, job)
     _check_state(plan, job, device)
 
 
 def suits(precision: Precision, device: Device) -> bool:
     """Whether a device computes in a precision: bfloat16 came with compute capability 8.0 (CUDA C++ Programming Guide)."""
     return not isinstance(precision, Bf16) or isinstance(device, Cpu) or device.compute_capability >= (8, 0)
+
+
+def _check_optimizer(plan: Plan, job: Job) -> None:
+    rule, state = type(job.optimizer).__name__, plan.optimizer_state
+    if isinstance(plan.optimizer_kernel, Foreach) and isinstance(job.optimizer, Adafactor | Lion | Muon):
+        raise PlanRefused(
+            f"optimizer {rule} is run weight by weight, and a foreach update takes all weights at once: "
+            f"set optimizer_kernel to fused."
+        )
+    if isinstance(state, OnDevice | OnHost):
+        return
+    if isinstance(job.optimizer, Sgd | Adafactor | Muon):
+        raise PlanRefused(
+            f"optimizer state {state} is there for AdamW, Adam and Lion, and the optimizer is {rule}: "
+            f"set optimizer_state to on_device or on_host, or take one of these."
+        )
+    if isinstance(job.optimizer, Adam) and job.optimizer.weight_decay:
+        raise PlanRefused(
+            f"optimizer state {state} is updated by bitsandbytes, which decays weights as AdamW does, and Adam's weight_decay "
+            f"{job.optimizer.weight_decay} is a part of the gradient: set weight_decay to 0, or optimizer to adamw."
+        )
 
 
 def _check_state(plan: Plan, job: Job, device: Device | None) -> None:

@@ -16,27 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.data.rows import Batch
-from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, embedding_weights
+from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, bitsandbytes_lion, embedding_weights
 from memtrain.features.chunked_loss import chunk_loss_
 from memtrain.features.host_state import step_on_host, update_on_host_
-from memtrain.features.optimizers import adamw
-from memtrain.features.recompute import recompute_blocks_
+from memtrain.features.lion import lion
+from memtrain.features.muon import muon
+from memtrain.features.optimizers import adafactor, adam, adamw, sgd
+from memtrain.features.recompute import recompute_blocks_, recompute_first_, recompute_selectively_
 from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
-from memtrain.job import Job
-from memtrain.models.blocks import blocks
+from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, Sgd
+from memtrain.models.blocks import blocks, parts
 from memtrain.models.objective import Objective, objective
 from memtrain.plan import (
+    Activations,
     ChunkedLogits,
     DuringBackward,
     EightBit,
     Fused,
+    Keep,
     OnDevice,
     OnHost,
     Paged,
-    PagedEightBit,
     Plan,
     PlanRefused,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
     check,
 )
 
@@ -124,8 +131,7 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them,
         # and the optimizer comes when no feature replaces a parameter any more.
         try:
-            if isinstance(plan.activations, Recompute):
-                undo.callback(recompute_blocks_(list(blocks(model).values()), plan.activations.every))
+            undo.callback(_recompute_(plan.activations, model))
             if isinstance(plan.loss, ChunkedLogits):
                 undo.callback(chunk_loss_(model, plan.loss.chunk_tokens))
             optimizer = _optimizer(job, plan, model)
@@ -148,18 +154,49 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         raise
 
 
+def _recompute_(activations: Activations, model: nn.Module) -> Callable[[], None]:
+    """Recompute what the plan names, and return the undoing."""
+    if isinstance(activations, Keep):
+        return lambda: None
+    named = blocks(model)
+    found = list(named.values())
+    match activations:
+        case Recompute():
+            return recompute_blocks_(found, activations.every)
+        case RecomputeFirst():
+            return recompute_first_(found, activations.blocks)
+        case RecomputeSelective():
+            return recompute_selectively_(found)
+        case RecomputeAttention():
+            return recompute_blocks_(list(parts(named, "attention").values()))
+        case RecomputeMlp():
+            return recompute_blocks_(list(parts(named, "mlp").values()))
+
+
 def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     """The job's optimizer over the model's weights, in the form that the plan names."""
-    rule = asdict(job.optimizer)
-    match plan.optimizer_state:
-        case OnDevice() | OnHost():
-            return adamw(model.parameters(), **rule, fused=isinstance(plan.optimizer_kernel, Fused))
-        case Paged():
-            return bitsandbytes_adamw(model.parameters(), **rule, bits=32, memory="managed")
-        case EightBit() | PagedEightBit():
-            memory: Literal["managed", "device"] = "managed" if isinstance(plan.optimizer_state, PagedEightBit) else "device"
-            whole = embedding_weights(model)
-            return bitsandbytes_adamw(model.parameters(), **rule, bits=8, memory=memory, in_32_bits=whole)
+    rule, parameters = asdict(job.optimizer), model.parameters()
+    state = plan.optimizer_state
+    if not isinstance(state, OnDevice | OnHost):
+        memory: Literal["managed", "device"] = "device" if isinstance(state, EightBit) else "managed"
+        bits: Literal[8, 32] = 32 if isinstance(state, Paged) else 8
+        whole = embedding_weights(model)
+        make = bitsandbytes_lion if isinstance(job.optimizer, Lion) else bitsandbytes_adamw
+        return make(parameters, **rule, bits=bits, memory=memory, in_32_bits=whole)
+    fused = isinstance(plan.optimizer_kernel, Fused)
+    match job.optimizer:
+        case AdamW():
+            return adamw(parameters, **rule, fused=fused)
+        case Adam():
+            return adam(parameters, **rule, fused=fused)
+        case Sgd():
+            return sgd(parameters, **rule, fused=fused)
+        case Adafactor():
+            return adafactor(parameters, **rule)
+        case Lion():
+            return lion(parameters, **rule)
+        case Muon():
+            return muon(model, **rule)
 
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
@@ -180,7 +217,7 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
                 f"{path} normalises over the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else "
                 f"than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
             )
-        if isinstance(plan.activations, Recompute) and module.track_running_stats:
+        if not isinstance(plan.activations, Keep) and module.track_running_stats:
             raise PlanRefused(
                 f"{path} counts each forward in its running statistics, and recomputing it counts twice: keep the activations."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -10,6 +10,7 @@ from memtrain.device import Cuda, Device
 from memtrain.job import Approximation, Fp32, Job
 from memtrain.plan import (
     POLICIES,
+    Activations,
     AfterBackward,
     ChunkedLogits,
     DuringBackward,
@@ -23,24 +24,31 @@ from memtrain.plan import (
     PagedEightBit,
     Plan,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
     WholeLogits,
     micro_batch_sizes,
 )
 
 
-def candidates(job: Job, blocks: int, constraints: Mapping[str, Any], device: Device) -> Iterator[Plan]:
+def candidates(
+    job: Job, blocks: int, constraints: Mapping[str, Any], device: Device, parts: Collection[str] = ()
+) -> Iterator[Plan]:
     """Every plan worth considering, those that ``check`` or ``prepare`` will refuse included, so that they get a reason.
 
     Args:
         blocks: repeated blocks of the model.
         constraints: plan fields that are fixed: ``micro_batch_size`` as a number, the others as policies.
+        parts: which parts of the blocks can be told: ``"attention"``, ``"mlp"``.
 
-    Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries. Optimizer state
+    One block in k is a candidate only where asked for: as many of the first take no longer and free no less. Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries. Optimizer state
     elsewhere than on the device is one only beside a card, and 8-bit state only where the job allows it.
     """
     choices: dict[str, tuple[Any, ...]] = {
         "micro_batch_size": micro_batch_sizes(job),
-        "activations": (Keep(), *_recomputations(blocks)),
+        "activations": (Keep(), *_recomputations(blocks, parts)),
         "loss": (WholeLogits(), ChunkedLogits()),
         "update": (AfterBackward(), DuringBackward()),
         "optimizer_kernel": (Fused(),),
@@ -65,9 +73,13 @@ def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
             yield PagedEightBit()
 
 
-def _recomputations(blocks: int) -> Iterator[Recompute]:
-    """All blocks, every second, every fourth and so on, down to one."""
-    every = 1
-    while every <= blocks:
-        yield Recompute(every)
-        every *= 2
+def _recomputations(blocks: int, parts: Collection[str]) -> Iterator[Activations]:
+    """Any number of blocks, and what can be recomputed of all of them."""
+    if blocks:
+        yield Recompute()
+        yield from map(RecomputeFirst, range(1, blocks))
+        yield RecomputeSelective()
+    if "attention" in parts:
+        yield RecomputeAttention()
+    if "mlp" in parts:
+        yield RecomputeMlp()

@@ -9,27 +9,52 @@ rate of the link, and nothing overlaps them. That ranks plans; it is not a stopw
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memtrain.device import Cuda, Device
-from memtrain.job import Bf16, Job
+from memtrain.job import Adafactor, Adam, AdamW, Bf16, Job, Lion, Muon, Optimizer, Sgd
 from memtrain.plan import (
+    Activations,
     ChunkedLogits,
     DuringBackward,
     EightBit,
     Foreach,
+    Keep,
     OnDevice,
     OnHost,
     Paged,
     PagedEightBit,
     Plan,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
 )
 from memtrain.trace.event import Phase, Work
 
-# Passes over the parameters that AdamW makes: fused reads weight, gradient and two moments and writes three of them;
-# foreach runs about twelve elementwise kernels of two to three operands each (torch/optim/adamw.py, _multi_tensor_adamw).
-_FUSED_PASSES, _FOREACH_PASSES = 7, 30
+# Passes over the parameters that an update makes, an operand or a result of an elementwise kernel being one: (fused, foreach).
+_PASSES: dict[type[Optimizer], tuple[int, int]] = {
+    # Fused reads weight, gradient and two moments and writes three of them; foreach runs about twelve kernels of two to three
+    # operands each (torch/optim/adam.py, _multi_tensor_adam).
+    AdamW: (7, 30),
+    Adam: (7, 30),
+    # Fused reads weight, gradient and momentum and writes two of them; foreach scales the momentum, adds the gradient to it,
+    # adds it to the weight and the weight to the gradient (torch/optim/sgd.py, _multi_tensor_sgd).
+    Sgd: (5, 11),
+    # Norms of weight, rows, columns and step 4, the estimate written 1, divided, bounded and its root taken 6, times the
+    # gradient 3, decay 2, the step 3 (torch/optim/_adafactor.py, _single_tensor_adafactor).
+    Adafactor: (19, 19),
+    # Mixture 3, sign 2, decay 2, the step 3, momentum 3 (features/lion.py).
+    Lion: (13, 13),
+    # Momentum 3 and Nesterov's mixture 3; a copy in 16 bits, whose operands count a half: 1.5, its norm and scaling 1.5; five
+    # iterations, of which the first product reads it twice and the third reads it twice and writes it: 5 × 2.5; decay 2, the
+    # step 2.5. The products of n × n in between are at most as large and left out (torch/optim/_muon.py).
+    Muon: (26, 26),
+}
+# The products of Muon's five iterations on an n × m matrix, n the shorter: two of n × n × m and one of n × n × n, at most 6 n
+# operations an element. What n is, is not known here: the root of a matrix' elements stands for it. They run in bfloat16.
+_MUON_FLOPS_PER_ROOT = 5 * 6
 # bitsandbytes' 8-bit update reads weight and gradient and writes the weight, and both moments take a byte each way.
 _EIGHT_BIT_PASSES = 3
 # On a processor the library unpacks state and weight into several copies: 19 ns per element on a core of 8e9 bytes a second,
@@ -56,6 +81,7 @@ class CostModel:
         parameters: number of parameter tensors that are updated.
         parameter_bytes: their bytes.
         elements: their elements.
+        attention_share, mlp_share: parts of the blocks' parameters, for that of their work: most of it is products with these.
     """
 
     job: Job
@@ -69,41 +95,66 @@ class CostModel:
     parameters: int
     parameter_bytes: int
     elements: int
+    attention_share: float = 1.0
+    mlp_share: float = 1.0
 
     def step_seconds(self, plan: Plan) -> float:
         """Predicted seconds per optimizer step."""
         forward = self._work(Phase.FORWARD, plan.micro_batch_size)
         seconds = self._seconds(forward) + self._seconds(self._work(Phase.BACKWARD, plan.micro_batch_size))
-        if isinstance(plan.activations, Recompute):
-            # The whole forward stands for its blocks: embedding, head and loss are a part of it that is not run again.
-            seconds += self._seconds(forward) * (self.blocks // plan.activations.every) / max(1, self.blocks)
+        seconds += self._recomputed_seconds(plan.activations, forward)
         if isinstance(plan.loss, ChunkedLogits):
             chunks = -(-plan.micro_batch_size * self.tokens_per_row // plan.loss.chunk_tokens)
             seconds += chunks * _OPERATORS_PER_CHUNK * self.device.operator_seconds
         micro_batches = self.job.global_batch_size // plan.micro_batch_size
         return micro_batches * seconds + self._update_seconds(plan)
 
+    def _recomputed_seconds(self, activations: Activations, forward: Work) -> float:
+        """What is run again of one micro-batch's forward, which as a whole stands for its blocks: embedding, head and loss too."""
+        blocks = max(1, self.blocks)
+        match activations:
+            case Keep():
+                return 0.0
+            case Recompute():
+                share = self.blocks // activations.every / blocks
+            case RecomputeFirst():
+                share = min(activations.blocks, blocks) / blocks
+            case RecomputeSelective():
+                # At the most: the results of products are kept, and of all traffic theirs is not told apart.
+                return self._seconds(replace(forward, flops=0.0))
+            case RecomputeAttention():
+                share = self.attention_share
+            case RecomputeMlp():
+                share = self.mlp_share
+        return self._seconds(forward) * share
+
     def _update_seconds(self, plan: Plan) -> float:
         state, device, size = plan.optimizer_state, self.device, self.parameter_bytes
+        fused, foreach = _PASSES[type(self.job.optimizer)]
         one_by_one = isinstance(plan.update, DuringBackward) or not isinstance(state, OnDevice)
         seconds = (self.parameters if one_by_one else 1) * device.operator_seconds
         if isinstance(device, Cuda) and isinstance(state, OnHost):
             micro_batches = self.job.global_batch_size // plan.micro_batch_size
-            passes = _FUSED_PASSES + _ADD_PASSES * (micro_batches - 1) + _CLIP_PASSES * (self.job.max_grad_norm is not None)
+            # The host's arithmetic is not described, so Muon's products are left out here.
+            passes = fused + _ADD_PASSES * (micro_batches - 1) + _CLIP_PASSES * (self.job.max_grad_norm is not None)
             # Each gradient goes to the host, each weight there and back.
             return (
                 seconds
                 + (micro_batches + 2) * size / device.link_bytes_per_second
                 + passes * size / device.host_bytes_per_second
             )
-        moments = 2 * (self.elements if isinstance(state, EightBit | PagedEightBit) else 4 * self.elements)
+        count = 1 if isinstance(self.job.optimizer, Lion) else 2
+        moments = count * (self.elements if isinstance(state, EightBit | PagedEightBit) else 4 * self.elements)
         if isinstance(device, Cuda) and isinstance(state, Paged | PagedEightBit):
             # At worst every page comes and goes.
             seconds += 2 * moments / device.link_bytes_per_second
         if isinstance(state, EightBit | PagedEightBit):
             passes = _EIGHT_BIT_PASSES if isinstance(device, Cuda) else _EIGHT_BIT_PASSES_ON_A_PROCESSOR
             return seconds + (passes * size + 2 * moments) / device.bytes_per_second
-        passes = _FOREACH_PASSES if isinstance(plan.optimizer_kernel, Foreach) else _FUSED_PASSES
+        if isinstance(self.job.optimizer, Muon):
+            root = (self.elements / self.parameters) ** 0.5
+            seconds += _MUON_FLOPS_PER_ROOT * root * self.elements / (self._reached * device.flops("bfloat16"))
+        passes = foreach if isinstance(plan.optimizer_kernel, Foreach) else fused
         return seconds + passes * size / device.bytes_per_second
 
     def _work(self, phase: Phase, size: int) -> Work:
@@ -116,9 +167,12 @@ class CostModel:
 
         return Work(at(small.flops, large.flops), at(small.bytes, large.bytes), at(small.operators, large.operators))
 
+    @property
+    def _reached(self) -> float:
+        return _CARD_EFFICIENCY if isinstance(self.device, Cuda) else 1.0
+
     def _seconds(self, work: Work) -> float:
         dtype = "bfloat16" if isinstance(self.job.precision, Bf16) else "float32"
-        reached = _CARD_EFFICIENCY if isinstance(self.device, Cuda) else 1.0
-        arithmetic = work.flops / (reached * self.device.flops(dtype))
+        arithmetic = work.flops / (self._reached * self.device.flops(dtype))
         traffic = work.bytes / self.device.bytes_per_second
         return max(arithmetic, traffic) + work.operators * self.device.operator_seconds

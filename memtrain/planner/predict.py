@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import nn
 
 from memtrain.device import Cuda, Device
+from memtrain.features.recompute import PRODUCTS, WritesInPlace
 from memtrain.job import Job
 from memtrain.memory.allocator_config import AllocatorConfig
 from memtrain.memory.extend import NotAlike, extend
 from memtrain.memory.footprint import Footprint, footprint
 from memtrain.memory.timeline import MemoryTimeline
-from memtrain.models.blocks import blocks
+from memtrain.models.blocks import Part, blocks, parts
 from memtrain.models.build import ModelSource, weight_dtype
 from memtrain.plan import (
+    Activations,
     ChunkedLogits,
     DuringBackward,
     EightBit,
@@ -29,6 +33,10 @@ from memtrain.plan import (
     Plan,
     PlanRefused,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
     check,
     micro_batch_sizes,
 )
@@ -74,10 +82,18 @@ class Predictor:
         except ValueError as error:
             raise ValueError(f"PYTORCH_ALLOC_CONF is {self.allocator!r}: {error}") from error
         self._simulated: dict[Plan, Trace] = {}
-        self._peaks: dict[Plan, tuple[int, Mapping[str, int]]] = {}
+        self._inferred: dict[Plan, Trace] = {}
+        self._recomputed_by: dict[Activations, Set[str]] = {}
+        self._refused: dict[Activations, str] = {}
+        self._peaks: dict[Plan, tuple[int, Mapping[tuple[str, str], int]]] = {}
         self.model = dataless_model(source, weight_dtype(job.precision))
-        self._blocks = list(blocks(self.model))
-        self.blocks = len(self._blocks)
+        found = blocks(self.model)
+        self._blocks = list(found)
+        self.blocks = len(found)
+        self._parts = _parts(found)
+        self.parts = {
+            part: _elements(there.values()) / max(1, _elements(found.values())) for part, there in self._parts.items()
+        }
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
 
@@ -95,30 +111,73 @@ class Predictor:
         """Bytes that a plan allocates on the device at the least, from what is known without simulating it.
 
         Weights, gradients and state lie beside each other in the update. Where a plan has been simulated that differs only
-        in keeping every activation, its peak without what the recomputed blocks keep is a bound; where one has been that
-        recomputes every block, its whole peak is.
+        in keeping the activations of more blocks, its peak without what the further recomputed ones keep is a bound; where
+        one has been that recomputes every block, its whole peak is.
         """
         bounds = [self._held_in_update(plan)]
-        if isinstance(plan.activations, Recompute) and (kept := replace(plan, activations=Keep())) in self._simulated:
-            peak, saved = self._peak(kept)
+        again = self._recomputed(plan.activations)
+        # What selective recomputation keeps for sure; attention kernels that drop are run again.
+        kept = PRODUCTS if isinstance(plan.activations, RecomputeSelective) else ()
+        for fewer in self._recomputing_fewer(plan):
+            peak, saved = self._peak(fewer)
+            freed = again - self._recomputed(fewer.activations)
             bounds.append(
-                peak - sum(saved.get(path, 0) for path in self._blocks[plan.activations.every - 1 :: plan.activations.every])
+                peak - sum(size for (path, operator), size in saved.items() if path in freed and operator not in kept)
             )
-        if (leanest := replace(plan, activations=Recompute())) in self._simulated:
+        # Of a single block one part may be gone when the other comes, and of a block that is recomputed whole both are there.
+        smaller = isinstance(plan.activations, RecomputeAttention | RecomputeMlp) and self.blocks == 1
+        if not smaller and (leanest := replace(plan, activations=Recompute())) in self._simulated:
             bounds.append(self._peak(leanest)[0] - self._generator_states(leanest))
         return max(bounds)
 
-    def _peak(self, plan: Plan) -> tuple[int, Mapping[str, int]]:
-        """The peak of a simulated plan, and what each block has saved at it."""
+    def _recomputed(self, activations: Activations) -> Set[str]:
+        """The modules that are recomputed, by path."""
+        if activations not in self._recomputed_by:
+            self._recomputed_by[activations] = frozenset(self._below(self._tops(activations)))
+        return self._recomputed_by[activations]
+
+    def _tops(self, activations: Activations) -> Iterable[str]:
+        match activations:
+            case Keep():
+                return ()
+            case Recompute():
+                return self._blocks[activations.every - 1 :: activations.every]
+            case RecomputeFirst():
+                return self._blocks[: activations.blocks]
+            case RecomputeSelective():
+                return self._blocks
+            case RecomputeAttention():
+                return self._parts.get("attention", ())
+            case RecomputeMlp():
+                return self._parts.get("mlp", ())
+
+    def _below(self, tops: Iterable[str]) -> Iterator[str]:
+        for top in tops:
+            yield from (path for path, _ in self.model.get_submodule(top).named_modules(prefix=top))
+
+    def _recomputing_fewer(self, plan: Plan) -> Iterator[Plan]:
+        """Plans whose trace is known and that differ in recomputing a part of what ``plan`` does: the most blocks, and nothing."""
+        first = plan.activations.blocks if isinstance(plan.activations, RecomputeFirst) else 1
+        most = next((n for n in range(first - 1, 0, -1) if self._knows(replace(plan, activations=RecomputeFirst(n)))), None)
+        if most is not None:
+            yield replace(plan, activations=RecomputeFirst(most))
+        kept = replace(plan, activations=Keep())
+        if kept != plan and self._knows(kept):
+            yield kept
+
+    def _knows(self, plan: Plan) -> bool:
+        return plan in self._simulated or plan in self._inferred
+
+    def _peak(self, plan: Plan) -> tuple[int, Mapping[tuple[str, str], int]]:
+        """The peak of a plan whose trace is known, and what is saved at it, by module and operator."""
         if plan not in self._peaks:
-            timeline = MemoryTimeline(self._simulated[plan])
-            saved: dict[str, int] = {}
+            timeline = MemoryTimeline(self._simulated.get(plan) or self._inferred[plan])
+            saved: dict[tuple[str, str], int] = {}
             for event in timeline.live_at(timeline.peak_position):
                 # What a block makes as wide as the vocabulary is told as logits.
                 if event.kind in (Kind.SAVED_ACTIVATION, Kind.LOGITS):
-                    for path in self._blocks:
-                        if f"{event.module}.".startswith(f"{path}."):
-                            saved[path] = saved.get(path, 0) + event.bytes
+                    key = event.module, event.operator
+                    saved[key] = saved.get(key, 0) + event.bytes
             self._peaks[plan] = timeline.peak_bytes, saved
         return self._peaks[plan]
 
@@ -167,6 +226,8 @@ class Predictor:
         """
         if plan not in self._simulated:
             check(plan, self.job, self.device)
+            if reason := self._refused.get(plan.activations):
+                raise PlanRefused(reason)
             try:
                 self._simulated[plan] = simulate(
                     self.job,
@@ -176,6 +237,9 @@ class Predictor:
                     self.device,
                     evaluation_rows=self._evaluation_rows,
                 )
+            except WritesInPlace as refusal:
+                self._refused[plan.activations] = str(refusal)
+                raise PlanRefused(str(refusal)) from refusal
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 raise ValueError(
                     f"{self.source.name} does not run without data ({type(error).__name__}: {str(error).splitlines()[0]}): "
@@ -191,6 +255,8 @@ class Predictor:
         """
         if plan in self._simulated:
             return self._simulated[plan]
+        if plan in self._inferred:
+            return self._inferred[plan]
         # A micro-batch of one row takes slightly other operators (what is contiguous differs), and the whole batch at
         # once accumulates nothing; between these all sizes are alike.
         alike = [size for size in sorted(micro_batch_sizes(self.job)) if 1 < size < self.job.global_batch_size]
@@ -201,9 +267,11 @@ class Predictor:
             return self.trace(plan)
         small, large = (replace(plan, micro_batch_size=size) for size in alike[:2])
         try:
-            return extend(self.trace(small), alike[0], self.trace(large), alike[1], plan.micro_batch_size)
+            found = extend(self.trace(small), alike[0], self.trace(large), alike[1], plan.micro_batch_size)
         except NotAlike:
             return self.trace(plan)
+        self._inferred[plan] = found
+        return found
 
     def cost_model(self, plain: Callable[[int], Plan], sizes: Sequence[int]) -> CostModel:
         """The cost model of the job, from the plan that ``plain`` gives for the first two of ``sizes``, in rising order."""
@@ -226,6 +294,8 @@ class Predictor:
             parameters=len(self._trained),
             parameter_bytes=sum(parameter.nbytes for parameter in self._trained),
             elements=sum(parameter.numel() for parameter in self._trained),
+            attention_share=self.parts.get("attention", 1.0),
+            mlp_share=self.parts.get("mlp", 1.0),
         )
 
     def _work_per_micro_batch(self, plan: Plan) -> dict[Phase, Work]:
@@ -234,3 +304,16 @@ class Predictor:
         runs = 1 if self.job.steps > 1 else min(2, self.job.global_batch_size // plan.micro_batch_size)
         found = {phase: trace.work.get(phase, Work()) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         return {phase: Work(work.flops / runs, work.bytes / runs, work.operators / runs) for phase, work in found.items()}
+
+
+def _parts(found: Mapping[str, nn.Module]) -> dict[Part, dict[str, nn.Module]]:
+    """The parts that can be told in the blocks."""
+    told: dict[Part, dict[str, nn.Module]] = {}
+    for part in get_args(Part):
+        with suppress(ValueError):
+            told[part] = parts(found, part)
+    return told
+
+
+def _elements(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

@@ -7,7 +7,6 @@ budget never gives a slower plan. The plan that is chosen is simulated whole, wh
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from memtrain.device import Cuda, Device
 from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import Footprint
 from memtrain.plan import (
+    Activations,
     ChunkedLogits,
     DuringBackward,
     Keep,
@@ -25,6 +25,7 @@ from memtrain.plan import (
     Plan,
     PlanRefused,
     Recompute,
+    RecomputeFirst,
     WholeLogits,
     check,
 )
@@ -46,7 +47,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         PlanRefused: the constraints leave no plan that trains the job.
     """
     started = time.perf_counter()
-    plans = list(candidates(predictor.job, predictor.blocks, constraints or {}, predictor.device))
+    plans = list(candidates(predictor.job, predictor.blocks, constraints or {}, predictor.device, predictor.parts))
     possible, refusals = _possible(plans, predictor.job, predictor.device)
     if not possible:
         raise PlanRefused(refusals[0].reason)
@@ -78,6 +79,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
         assert predicted.fits(budget), "a plan fitted when the smallest were tried and no longer does"
 
     seconds = cost.step_seconds(plan)
+    rejected = _nearest(rejected)
     rejected += _one_per_reason(refusals, cost, seconds)
     return Choice(
         job=predictor.job,
@@ -128,7 +130,9 @@ def _beside(device: Device) -> int:
 
 def _may_be_smaller(plan: Plan, smallest: Footprint, predictor: Predictor, budget: Budget) -> bool:
     """Whether a plan may fit better than the smallest so far, by what is known without simulating it."""
-    if smallest.missing_bytes(budget) and predictor.least_bytes(plan) < smallest.peak_allocated_bytes:
+    # The first blocks take less than all of them by the states of a generator at the most, which helps only if that is missing.
+    hardly = isinstance(plan.activations, RecomputeFirst)
+    if not hardly and smallest.missing_bytes(budget) and predictor.least_bytes(plan) < smallest.peak_allocated_bytes:
         return True
     # It may allocate more and still fit: blocks of other sizes leave other gaps.
     return not any(_least_missing(plan, predictor, budget))
@@ -154,6 +158,15 @@ def _possible(plans: Sequence[Plan], job: Job, device: Device) -> tuple[list[Pla
         else:
             possible.append(plan)
     return possible, refusals
+
+
+def _nearest(rejected: Sequence[Rejected]) -> list[Rejected]:
+    """Of plans that recompute some first blocks and are otherwise alike, the one that recomputes the most."""
+    nearest: dict[Plan, Rejected] = {}
+    for other in rejected:
+        some = isinstance(other.plan.activations, RecomputeFirst)
+        nearest[replace(other.plan, activations=RecomputeFirst()) if some else other.plan] = other
+    return list(nearest.values())
 
 
 def _one_per_reason(refusals: Sequence[Rejected], cost: CostModel, seconds: float) -> list[Rejected]:
@@ -270,11 +283,23 @@ def _origin(budget: Budget) -> str:
 
 def _thrift(plan: Plan) -> tuple[object, ...]:
     """A guess at which plans take least, to try those first: the order decides nothing but how soon one is found."""
-    blocks_kept_per_recomputed = plan.activations.every if isinstance(plan.activations, Recompute) else sys.maxsize
     return (
         plan.micro_batch_size,
-        blocks_kept_per_recomputed,
+        _kept(plan.activations),
         not isinstance(plan.loss, ChunkedLogits),
         not isinstance(plan.update, DuringBackward),
         isinstance(plan.optimizer_state, OnDevice),
     )
+
+
+def _kept(activations: Activations) -> tuple[int, int]:
+    """A guess at how much stays, in an order: some of all blocks, of every k-th, of those behind the first n, of each, all."""
+    match activations:
+        case Recompute():
+            return 0, activations.every
+        case RecomputeFirst():
+            return 1, -activations.blocks
+        case Keep():
+            return 3, 0
+        case _:
+            return 2, 0

@@ -2,7 +2,7 @@
 
 Every tensor lives on torch's ``meta`` device: it has a shape, strides and a storage that can be watched, and no data. What
 is substituted is in this file and in two beside it, completely: the kernel table (kernels.py), the values of small known
-tensors (values.py), and ``_as_if_supported`` below for torch functions that ask for a device by name. Features, prepare
+tensors (values.py), and ``as_if_supported`` below for torch functions that ask for a device by name. Features, prepare
 and the step do not know that they are simulated.
 """
 
@@ -150,7 +150,7 @@ def simulate(
         ValueError: the plan does not suit the job or the model.
     """
     recorder = DatalessRecorder(device)
-    with _as_if_supported(), kernels_of(device), _without_collector():
+    with as_if_supported(), kernels_of(device), _without_collector():
         recorder.mark("load")
         with recorder, recorder.phase(Phase.LOAD):
             model = _loaded(source, weight_dtype(job.precision), device)
@@ -269,7 +269,7 @@ def _without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def _as_if_supported() -> Iterator[None]:
+def as_if_supported() -> Iterator[None]:
     """Let torch's foreach and fused functions take data-less tensors for those of a device that has such kernels.
 
     They look a device up in lists of names, which do not hold ``meta``: without this, clipping refuses ``foreach`` and

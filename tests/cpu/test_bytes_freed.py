@@ -15,11 +15,13 @@ from memtrain.memory.footprint import footprint
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import source
 from memtrain.plan import (
+    Activations,
     AfterBackward,
     ChunkedLogits,
     DuringBackward,
     EightBit,
     Foreach,
+    Keep,
     OnDevice,
     OnHost,
     OptimizerState,
@@ -27,6 +29,10 @@ from memtrain.plan import (
     PagedEightBit,
     Plan,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
     Update,
 )
 from memtrain.trace.event import DEVICE, HOST, MANAGED, Kind, Phase, Place, Trace
@@ -89,6 +95,59 @@ def test_a_recomputed_block_keeps_its_input_and_the_generators_state(every: int 
     kept = (BLOCKS - recomputed) * ACTIVATION + (BLOCKS - 1) * ACTIVATION
     states = recomputed * torch.get_rng_state().nbytes
     assert saved_after_forward(traced(plan)) - kept - states in range(4, 40)
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_the_first_blocks_free_as_much_as_any_others(count: int) -> None:
+    kept = (BLOCKS - count) * ACTIVATION + (BLOCKS - 1) * ACTIVATION + count * torch.get_rng_state().nbytes
+    assert saved_after_forward(traced(dataclasses.replace(PLAIN, activations=RecomputeFirst(count)))) - kept in range(4, 40)
+
+
+def test_selective_recomputation_keeps_the_results_of_both_products_of_a_block() -> None:
+    # Before the ReLU instead of behind it, and also the last block's result, which nothing else keeps.
+    kept = 2 * BLOCKS * ACTIVATION + BLOCKS * torch.get_rng_state().nbytes
+    assert saved_after_forward(traced(dataclasses.replace(PLAIN, activations=RecomputeSelective()))) - kept in range(4, 40)
+
+
+class Block(nn.Module):
+    """Attention and MLP in name only: Linear, ReLU, Linear, the second twice as wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = (
+            nn.Sequential(nn.Linear(WIDTH, inner, bias=False), nn.ReLU(), nn.Linear(inner, WIDTH, bias=False))
+            for inner in (WIDTH, 2 * WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(self.self_attn(x))
+        return out
+
+
+class Parted(nn.Module):
+    """Six such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("activations", "freed"),
+    [(Keep(), 0), (RecomputeAttention(), 1), (RecomputeMlp(), 2), (RecomputeFirst(BLOCKS), 4), (Recompute(), 4)],
+    ids=str,
+)
+def test_a_recomputed_part_keeps_its_input_only(activations: Activations, freed: int) -> None:
+    """Of each block the result of one ReLU, of the other, or both with what lies between attention and MLP."""
+    plan = dataclasses.replace(PLAIN, activations=activations)
+    trace = simulate(JOB, plan, source(Parted()), {"x": ((WIDTH,), torch.float32)}, PROCESSOR)
+    # The results of the ReLUs, 1 + 2, and of the parts but the last, 2.
+    kept = BLOCKS * (5 - freed) * ACTIVATION - ACTIVATION
+    states = BLOCKS * (activations != Keep()) * torch.get_rng_state().nbytes
+    assert saved_after_forward(trace) - kept - states in range(4, 40)
 
 
 def test_an_update_during_backward_holds_one_gradient_at_a_time() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import CARD_ONLY, EVALUATION_ROWS, plans, shapes_of
+from test_parity import CARD_ONLY, EVALUATION_ROWS, UNSUITED, plans, shapes_of
 from toys import CASES, batch
 
 from memtrain.device import Cpu
@@ -64,6 +64,8 @@ def cases() -> Iterator[Any]:
         if type(plan.optimizer_state) not in CARD_ONLY:
             # Of the toys this one has weights of 4096 elements, the least that takes 8 bits.
             for name in CASES if isinstance(plan.optimizer_state, OnDevice) else ["gpt2_with_dropout"]:
+                if isinstance(plan.activations, UNSUITED.get(name, ())):
+                    continue
                 yield pytest.param(name, plan, job, id=f"{plan}-{name}")
 
 

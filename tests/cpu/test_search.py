@@ -22,6 +22,8 @@ from memtrain.plan import (
     Plan,
     PlanRefused,
     Recompute,
+    RecomputeFirst,
+    RecomputeSelective,
     WholeLogits,
     check,
 )
@@ -36,6 +38,10 @@ from memtrain.units import format_bytes
 DEVICE = Cpu(name="told", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
 
 Takes = Callable[[Plan], int]
+
+
+# What is not a number of first blocks.
+WHOLE = (Keep(), Recompute(), RecomputeSelective())
 
 
 def nothing(plan: Plan) -> int:
@@ -79,7 +85,7 @@ class Told(Predictor):
         self.job = job
         self.allocator, self.weight_bytes = "", 0
         self.device = device
-        self.blocks = blocks
+        self.blocks, self.parts = blocks, ()
         self.takes, self._infers, self.on_host = takes, infers or takes, on_host
         self._at_least, self._on_host_at_least = at_least, on_host_at_least
         self._changes = changes
@@ -210,7 +216,12 @@ def test_every_faster_plan_was_rejected_for_the_bytes_it_is_over(predictor: Told
         peak = predictor.takes(other.plan)
         assert (other.total_device_bytes, other.reason) == (peak, f"{format_bytes(peak - size)} over the budget")
     faster = {plan for plan in possible(predictor) if seconds(predictor, plan) < choice.step_seconds}
-    assert faster <= {other.plan for other in tried}
+    # Of some first blocks the most are told, which are the nearest.
+    untold = faster - {other.plan for other in tried}
+    assert all(isinstance(plan.activations, RecomputeFirst) for plan in untold)
+    alike = [replace(other.plan, activations=RecomputeFirst()) for other in tried if other.plan.activations not in WHOLE]
+    assert {replace(plan, activations=RecomputeFirst()) for plan in untold} <= set(alike)
+    assert len(alike) == len(set(alike))
 
 
 def test_the_whole_batch_is_chosen_where_accumulating_a_part_of_it_takes_more() -> None:
@@ -284,8 +295,8 @@ def test_a_model_that_suits_no_plan_is_refused_with_the_reason() -> None:
 
 def test_a_reason_is_given_once_with_the_fastest_plan_it_refuses() -> None:
     def takes(plan: Plan) -> int:
-        if isinstance(plan.activations, Recompute):
-            raise PlanRefused(f"one block in {plan.activations.every} cannot be recomputed.")
+        if not isinstance(plan.activations, Keep):
+            raise PlanRefused(f"micro-batch {plan.micro_batch_size} cannot be recomputed.")
         return per_row(plan)
 
     constraints = {"loss": WholeLogits(), "update": AfterBackward()}
@@ -293,8 +304,8 @@ def test_a_reason_is_given_once_with_the_fastest_plan_it_refuses() -> None:
     assert choice.plan == Plan(micro_batch_size=1)
     assert [(other.plan, other.reason, other.total_device_bytes) for other in choice.rejected] == [
         (Plan(micro_batch_size=4), "30 B over the budget", 1040),
+        (Plan(micro_batch_size=4, activations=RecomputeSelective()), "micro-batch 4 cannot be recomputed.", None),
         (Plan(micro_batch_size=2), "10 B over the budget", 1020),
-        (Plan(micro_batch_size=4, activations=Recompute(2)), "one block in 2 cannot be recomputed.", None),
     ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.record import Recorder
-from memtrain.trace.simulate import DatalessRecorder, _as_if_supported, _random_states
+from memtrain.trace.simulate import DatalessRecorder, _random_states, as_if_supported
 
 
 def weight_with_gradient() -> nn.Parameter:
@@ -21,11 +21,11 @@ def weight_with_gradient() -> nn.Parameter:
     return weight
 
 
-def test_a_fused_optimizer_takes_data_less_weights_only_as_if_supported() -> None:
+def test_a_fused_optimizer_takes_data_less_weights_onlyas_if_supported() -> None:
     refusal = "`fused=True` requires all the params to be floating point Tensors of supported devices"
     with pytest.raises(RuntimeError, match=refusal):
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
-    with _as_if_supported(), DatalessRecorder(CPU, nn.Identity()) as recorder:
+    with as_if_supported(), DatalessRecorder(CPU, nn.Identity()) as recorder:
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
     state = [event for event in recorder.trace().events if event.kind is Kind.OPTIMIZER_STATE]
     assert sorted(event.bytes for event in state if event.bytes > 0) == [4, 36, 36]
@@ -34,16 +34,16 @@ def test_a_fused_optimizer_takes_data_less_weights_only_as_if_supported() -> Non
         torch.optim.AdamW([weight_with_gradient()], fused=True).step()
 
 
-def test_foreach_clipping_takes_data_less_gradients_only_as_if_supported() -> None:
+def test_foreach_clipping_takes_data_less_gradients_onlyas_if_supported() -> None:
     with pytest.raises(RuntimeError, match="foreach=True was passed, but can't use the foreach API on meta tensors"):
         nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True)
-    with _as_if_supported():
+    with as_if_supported():
         assert nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True).shape == ()
     with pytest.raises(RuntimeError, match="can't use the foreach API on meta tensors"):
         nn.utils.clip_grad_norm_([weight_with_gradient()], 1.0, foreach=True)
 
 
-def test_as_if_supported_leaves_real_tensors_and_every_torch_function_as_they_were() -> None:
+def testas_if_supported_leaves_real_tensors_and_every_torch_function_as_they_were() -> None:
     from torch.nn.utils import clip_grad
     from torch.optim import adam, adamw, optimizer
     from torch.utils import _foreach_utils
@@ -52,13 +52,13 @@ def test_as_if_supported_leaves_real_tensors_and_every_torch_function_as_they_we
     before = [dict(vars(module)) for module in modules]
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 2.0)
-    with _as_if_supported():
+    with as_if_supported():
         assert nn.utils.clip_grad_norm_([weight], 1.0, foreach=True).item() == pytest.approx(12**0.5)
         assert [dict(vars(module)) for module in modules] != before
     assert [dict(vars(module)) for module in modules] == before
 
     def stopped() -> None:
-        with _as_if_supported():
+        with as_if_supported():
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):

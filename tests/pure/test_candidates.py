@@ -13,6 +13,7 @@ from memtrain.device import Cpu, Cuda
 from memtrain.job import Approximation, Bf16, Fp32, Job
 from memtrain.plan import (
     POLICIES,
+    Activations,
     AfterBackward,
     ChunkedLogits,
     DuringBackward,
@@ -27,6 +28,10 @@ from memtrain.plan import (
     PagedEightBit,
     Plan,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
     WholeLogits,
 )
 from memtrain.planner.candidates import candidates
@@ -55,11 +60,33 @@ def test_no_plan_is_considered_twice(rows: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "every"), [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])]
+    ("blocks", "recomputed"),
+    [
+        (0, []),
+        (1, [Recompute(), RecomputeSelective()]),
+        (2, [Recompute(), RecomputeFirst(1), RecomputeSelective()]),
+        (4, [Recompute(), RecomputeFirst(1), RecomputeFirst(2), RecomputeFirst(3), RecomputeSelective()]),
+    ],
 )
-def test_blocks_are_recomputed_all_or_one_in_a_power_of_two(blocks: int, every: list[int]) -> None:
+def test_all_blocks_are_recomputed_or_all_but_their_products_or_any_number_of_the_first(
+    blocks: int, recomputed: list[Activations]
+) -> None:
     found = dict.fromkeys(plan.activations for plan in candidates(JOB, blocks, {}, CPU))
-    assert list(found) == [Keep(), *map(Recompute, every)]
+    assert list(found) == [Keep(), *recomputed]
+
+
+@pytest.mark.parametrize(
+    ("parts", "recomputed"),
+    [
+        ((), set()),
+        (("attention",), {RecomputeAttention()}),
+        (("mlp",), {RecomputeMlp()}),
+        (("attention", "mlp"), {RecomputeAttention(), RecomputeMlp()}),
+    ],
+)
+def test_parts_of_blocks_are_recomputed_where_they_can_be_told(parts: tuple[str, ...], recomputed: set[Activations]) -> None:
+    found = {plan.activations for plan in candidates(JOB, 1, {}, CPU, parts)}
+    assert found == {Keep(), Recompute(), RecomputeSelective()} | recomputed
 
 
 def test_every_divisor_of_the_batch_and_every_other_policy_is_considered() -> None:
@@ -67,7 +94,7 @@ def test_every_divisor_of_the_batch_and_every_other_policy_is_considered() -> No
     assert {plan.micro_batch_size for plan in plans} == {1, 2, 3, 6}
     assert {plan.loss for plan in plans} == {WholeLogits(), ChunkedLogits()}
     assert {plan.update for plan in plans} == {AfterBackward(), DuringBackward()}
-    assert len(plans) == 4 * 2 * 2 * 2
+    assert len(plans) == 4 * 3 * 2 * 2
 
 
 def test_foreach_updates_are_considered_only_where_asked_for() -> None:
@@ -92,7 +119,7 @@ def test_beside_a_card_the_state_may_lie_elsewhere_and_have_8_bits_where_the_job
     on_a_processor = [OnDevice(), EightBit()] if allow else [OnDevice()]
     assert list(dict.fromkeys(plan.optimizer_state for plan in candidates(job, 1, {}, CPU))) == on_a_processor
     plans = list(candidates(job, 1, {}, CARD))
-    assert len(plans) == len(set(plans)) == 4 * 2 * 2 * 2 * len(states)
+    assert len(plans) == len(set(plans)) == 4 * 3 * 2 * 2 * len(states)
 
 
 def test_a_state_that_is_asked_for_is_the_only_one_also_where_it_will_be_refused() -> None:

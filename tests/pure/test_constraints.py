@@ -25,8 +25,11 @@ def test_a_policy_is_taken_as_itself_by_name_and_with_settings() -> None:
             {"activation": "keep"},
             "a plan has no field 'activation', and it must be micro_batch_size or one of activations, loss,",
         ),
-        ({"activations": "keeps"}, "plan.activations is 'keeps', and it must be one of keep, recompute."),
-        ({"activations": Foreach()}, r"plan.activations is Foreach\(\), and it must be one of keep, recompute."),
+        ({"activations": "keeps"}, "plan.activations is 'keeps', and it must be one of keep, recompute, recompute_first,"),
+        (
+            {"activations": Foreach()},
+            r"plan.activations is Foreach\(\), and it must be one of keep, recompute, recompute_first,",
+        ),
         ({"loss": {"policy": "whole_logits", "chunk": 2}}, "plan.loss: whole_logits has no setting 'chunk'; it has none."),
         ({"micro_batch_size": 0}, "micro_batch_size is 0, and it must be a whole number of 1 or more."),
     ],

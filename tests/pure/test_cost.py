@@ -9,19 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.device import Cpu, Cuda
-from memtrain.job import Approximation, Bf16, Job
+from memtrain.job import Adafactor, Adam, Approximation, Bf16, Job, Lion, Muon, Optimizer, Sgd
 from memtrain.plan import (
+    Activations,
     ChunkedLogits,
     DuringBackward,
     EightBit,
     Foreach,
+    Fused,
     OnDevice,
     OnHost,
+    OptimizerKernel,
     OptimizerState,
     Paged,
     PagedEightBit,
     Plan,
     Recompute,
+    RecomputeAttention,
+    RecomputeFirst,
+    RecomputeMlp,
+    RecomputeSelective,
 )
 from memtrain.planner.cost import CostModel
 from memtrain.trace.event import Phase, Work
@@ -60,6 +67,24 @@ def test_recomputing_takes_the_recomputed_blocks_share_of_forward_again(every: i
     assert COST.step_seconds(Plan(micro_batch_size=8, activations=Recompute(every))) == 61 + extra + UPDATE
 
 
+@pytest.mark.parametrize(
+    ("activations", "extra"),
+    [
+        # Of four blocks, and of 34 s of forward.
+        (RecomputeFirst(1), 8.5),
+        (RecomputeFirst(3), 25.5),
+        (RecomputeAttention(), 34.0 / 4),
+        (RecomputeMlp(), 34.0 / 2),
+        # Traffic without arithmetic: 80 B at 10 B/s, and two operators.
+        (RecomputeSelective(), 8 + 2.0),
+    ],
+    ids=str,
+)
+def test_a_part_of_forward_is_run_again(activations: Activations, extra: float) -> None:
+    cost = replace(COST, attention_share=0.25, mlp_share=0.5)
+    assert cost.step_seconds(Plan(micro_batch_size=8, activations=activations)) == 61 + extra + UPDATE
+
+
 @pytest.mark.parametrize(("chunk_tokens", "chunks"), [(100, 1), (80, 1), (79, 2), (27, 3), (1, 80)])
 def test_a_chunked_loss_takes_sixteen_operators_per_chunk_begun(chunk_tokens: int, chunks: int) -> None:
     assert COST.step_seconds(Plan(micro_batch_size=8, loss=ChunkedLogits(chunk_tokens))) == 61 + 16 * chunks + UPDATE
@@ -75,6 +100,42 @@ def test_an_update_during_backward_launches_once_per_parameter() -> None:
 
 def test_a_foreach_update_moves_the_parameters_more_often() -> None:
     assert COST.step_seconds(Plan(micro_batch_size=8, optimizer_kernel=Foreach())) == 61 + 61
+
+
+def with_optimizer(cost: CostModel, optimizer: Optimizer) -> CostModel:
+    return replace(cost, job=replace(cost.job, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kernel", "passes"),
+    [
+        (Adam(), Fused(), 7),
+        (Adam(), Foreach(), 30),
+        (Sgd(), Fused(), 5),
+        (Sgd(), Foreach(), 11),
+        (Adafactor(), Fused(), 19),
+        (Lion(), Fused(), 13),
+    ],
+)
+def test_every_rule_makes_its_passes_over_the_parameters(optimizer: Optimizer, kernel: OptimizerKernel, passes: int) -> None:
+    """20 B at 10 B/s each, and one operator."""
+    plan = Plan(micro_batch_size=8, optimizer_kernel=kernel)
+    assert with_optimizer(COST, optimizer).step_seconds(plan) == 61 + 2 * passes + 1
+
+
+def test_muon_takes_its_products_too() -> None:
+    """26 passes, and of two matrices of 8 elements 30 × 16 × the root of 8 operations, at 100 a second."""
+    cost = replace(with_optimizer(COST, Muon()), elements=16)
+    assert cost.step_seconds(Plan(micro_batch_size=8)) == pytest.approx(61 + 52 + 1 + 4.8 * 8**0.5)
+    # A card takes them at its rate for bfloat16.
+    on_card = replace(cost, device=CARD)
+    assert on_card.step_seconds(Plan(micro_batch_size=8)) == pytest.approx(61 + 52 + 1 + 1.2 * 8**0.5)
+
+
+def test_lion_pages_one_moment() -> None:
+    """20 B of it there and back at 5 B/s, and 13 passes and two operators."""
+    plan = Plan(micro_batch_size=8, optimizer_state=Paged())
+    assert with_optimizer(ON_CARD, Lion()).step_seconds(plan) == 61 + 8 + 26 + 2
 
 
 def test_a_job_of_one_micro_batch_size_needs_only_that_one_measured() -> None:

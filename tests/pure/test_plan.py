@@ -28,6 +28,7 @@ from memtrain.plan import (
     Plan,
     PlanRefused,
     Recompute,
+    RecomputeFirst,
     check,
     from_dict,
     micro_batch_sizes,
@@ -70,7 +71,14 @@ def test_policies_of_a_field_have_different_names_and_words() -> None:
 def test_a_policy_is_called_as_its_class_in_snake_case() -> None:
     names = {field: [policy_name(policy) for policy in classes] for field, classes in POLICIES.items()}
     assert names == {
-        "activations": ["keep", "recompute"],
+        "activations": [
+            "keep",
+            "recompute",
+            "recompute_first",
+            "recompute_selective",
+            "recompute_attention",
+            "recompute_mlp",
+        ],
         "loss": ["whole_logits", "chunked_logits"],
         "update": ["after_backward", "during_backward"],
         "optimizer_kernel": ["fused", "foreach"],
@@ -83,6 +91,7 @@ def test_a_plan_prints_as_one_sentence() -> None:
     assert str(plan) == "micro-batch 4, recompute every block, logits in chunks of 256 tokens, fused update during backward"
     assert str(Plan(micro_batch_size=1)) == "micro-batch 1, keep, whole logits, fused update after backward"
     assert str(Recompute(3)) == "recompute one block in 3"
+    assert [str(RecomputeFirst(count)) for count in (1, 2)] == ["recompute the first block", "recompute the first 2 blocks"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,12 @@ def test_a_policy_without_settings_written_has_its_defaults(field: str, policy: 
 @pytest.mark.parametrize(
     ("field", "written", "sentence"),
     [
-        ("activations", {"policy": "kept"}, "plan.activations is 'kept', and it must be one of keep, recompute."),
+        (
+            "activations",
+            {"policy": "kept"},
+            "plan.activations is 'kept', and it must be one of keep, recompute, recompute_first, "
+            "recompute_selective, recompute_attention, recompute_mlp.",
+        ),
         ("update", {}, "plan.update is None, and it must be one of after_backward, during_backward."),
         ("activations", {"policy": "recompute", "evry": 2}, "plan.activations: recompute has no setting 'evry'; it has every."),
         ("activations", {"policy": "keep", "every": 2}, "plan.activations: keep has no setting 'every'; it has none."),
@@ -161,6 +175,8 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
         Plan(micro_batch_size=value)
     with pytest.raises(ValueError, match=rf"^activations\.every{rule}$"):
         Recompute(every=value)
+    with pytest.raises(ValueError, match=rf"^activations\.blocks{rule}$"):
+        RecomputeFirst(blocks=value)
     with pytest.raises(ValueError, match=rf"^loss\.chunk_tokens{rule}$"):
         ChunkedLogits(chunk_tokens=value)
 
