@@ -77,7 +77,9 @@ def _recomputations(blocks: int, parts: Collection[str]) -> Iterator[Activations
     """Any number of blocks, and what can be recomputed of all of them."""
     if blocks:
         yield Recompute()
-        yield from map(RecomputeFirst, range(1, blocks))
+        # In eighths of a deep model: each number that just misses the budget is simulated.
+        step = max(1, blocks // 8)
+        yield from map(RecomputeFirst, range(step, blocks, step))
         yield RecomputeSelective()
     if "attention" in parts:
         yield RecomputeAttention()
