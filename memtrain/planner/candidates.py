@@ -43,8 +43,9 @@ def candidates(
         constraints: plan fields that are fixed: ``micro_batch_size`` as a number, the others as policies.
         parts: which parts of the blocks can be told: ``"attention"``, ``"mlp"``.
 
-    One block in k is a candidate only where asked for: as many of the first take no longer and free no less. Foreach updates are a candidate only where asked for: fused ones are faster and hold no temporaries. Optimizer state
-    elsewhere than on the device is one only beside a card, and 8-bit state only where the job allows it.
+    One block in k is a candidate only where asked for: as many of the first take no longer and free no less. So are foreach
+    updates: fused ones are faster and hold no temporaries. Optimizer state elsewhere than on the device is one only beside a
+    card, and 8-bit state only where the job allows it.
     """
     choices: dict[str, tuple[Any, ...]] = {
         "micro_batch_size": micro_batch_sizes(job),
@@ -74,7 +75,7 @@ def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
 
 
 def _recomputations(blocks: int, parts: Collection[str]) -> Iterator[Activations]:
-    """Any number of blocks, and what can be recomputed of all of them."""
+    """All blocks, some of the first, and what can be recomputed of all of them."""
     if blocks:
         yield Recompute()
         # In eighths of a deep model: each number that just misses the budget is simulated.

@@ -16,7 +16,7 @@ _TOLD_APART = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER_STATE)
 FORWARD_AND_BACKWARD = "forward and backward"
 
 # What a phase is a part of, seen from outside.
-_FROM_OUTSIDE = {Phase.RECOMPUTE: Phase.BACKWARD, Phase.FIRST_UPDATE: Phase.UPDATE}
+FROM_OUTSIDE = {Phase.RECOMPUTE: Phase.BACKWARD, Phase.FIRST_UPDATE: Phase.UPDATE}
 
 
 def compare(choice: Choice, measured: Side) -> Comparison:
@@ -71,7 +71,7 @@ def _side(footprints: list[Footprint], step_seconds: float) -> Side:
     by_phase: dict[str, int] = {}
     for one in footprints:
         for phase, peak in one.by_phase.items():
-            told = str(_FROM_OUTSIDE.get(phase, phase))
+            told = str(FROM_OUTSIDE.get(phase, phase))
             by_phase[told] = max(by_phase.get(told, 0), peak)
     ordered = {str(phase): by_phase[phase] for phase in Phase if phase in by_phase}
     return Side(

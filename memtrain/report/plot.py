@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memtrain.planner.choice import Choice
+from memtrain.planner.compare import FROM_OUTSIDE
 from memtrain.trace.event import DEVICE, Event, Kind, Phase, Trace
 from memtrain.units import format_bytes
 
@@ -99,7 +100,7 @@ def step_curve(trace: Trace, most_points: int = POINTS_DRAWN) -> StepCurve:
         moved.append(moved[-1] + abs(event.bytes))
 
     kept = _highest([sum(point.values()) for point in points], most_points)
-    phases = [Phase.BACKWARD if event.phase is Phase.RECOMPUTE else event.phase for event in within]
+    phases = [FROM_OUTSIDE.get(event.phase, event.phase) for event in within]
     # Measured by bytes and not by events, because a measurement has many small events that a prediction has not. A step
     # without a single event is one point, at 0.
     length = max(1, moved[-1])

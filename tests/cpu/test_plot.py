@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_recomputation_is_part_of_backward() -> None:
         (Phase.BACKWARD, 4 / 12, 10 / 12),
         (Phase.UPDATE, 10 / 12, 12 / 12),
     )
+
+
+def test_the_first_update_is_an_update() -> None:
+    events = [
+        event._replace(phase=Phase.FIRST_UPDATE) if event.phase is Phase.UPDATE else event for event in make_trace().events
+    ]
+    assert step_curve(replace(make_trace(), events=tuple(events))) == step_curve(make_trace())
 
 
 def test_every_kind_has_a_colour_of_its_own() -> None:
