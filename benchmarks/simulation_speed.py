@@ -19,10 +19,11 @@ import transformers
 import yaml
 
 from memtrain import machine
-from memtrain.job import Bf16, Job
+from memtrain.job import Job
 from memtrain.memory.footprint import footprint
 from memtrain.models.build import source
 from memtrain.plan import ChunkedLogits, OnHost, Plan, Recompute
+from memtrain.precision import Bf16
 from memtrain.trace.event import Trace
 from memtrain.trace.simulate import simulate
 

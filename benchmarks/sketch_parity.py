@@ -149,11 +149,12 @@ def predict(peak: Peak) -> Result:
     """Simulate the run of one measurement, in a process that finds the libraries of its environment."""
     import torch
 
-    from memtrain.job import AdamW, Bf16, Job
+    from memtrain.job import AdamW, Job
     from memtrain.machine import named
     from memtrain.memory.footprint import footprint
     from memtrain.models.build import FromModule
     from memtrain.plan import AfterBackward, Foreach, OnDevice, Plan, Recompute, WholeLogits
+    from memtrain.precision import Bf16
     from memtrain.trace.simulate import simulate
 
     job = Job(

@@ -14,21 +14,29 @@ _PUBLIC = {
     "Adam": "memtrain.job",
     "AdamW": "memtrain.job",
     "Approximation": "memtrain.job",
-    "Bf16": "memtrain.job",
+    "AutocastBf16": "memtrain.precision",
+    "AutocastFp16": "memtrain.precision",
+    "Bf16": "memtrain.precision",
+    "Bf16Master": "memtrain.precision",
     "Budget": "memtrain.job",
     "Constant": "memtrain.job",
     "Cosine": "memtrain.job",
     "Cpu": "memtrain.device",
     "Cuda": "memtrain.device",
     "Device": "memtrain.device",
-    "Fp32": "memtrain.job",
+    "Fp32": "memtrain.precision",
+    "Full": "memtrain.method",
+    "Int8": "memtrain.method",
     "Job": "memtrain.job",
     "Lion": "memtrain.job",
+    "Lora": "memtrain.method",
     "Muon": "memtrain.job",
+    "Nf4": "memtrain.method",
     "NoPlanFits": "memtrain.planner.choice",
     "Plan": "memtrain.plan",
     "Sgd": "memtrain.job",
     "Trainer": "memtrain.trainer",
+    "Unquantized": "memtrain.method",
 }
 
 __all__ = [
@@ -36,7 +44,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "Approximation",
+    "AutocastBf16",
+    "AutocastFp16",
     "Bf16",
+    "Bf16Master",
     "Budget",
     "Constant",
     "Cosine",
@@ -44,34 +55,27 @@ __all__ = [
     "Cuda",
     "Device",
     "Fp32",
+    "Full",
+    "Int8",
     "Job",
     "Lion",
+    "Lora",
     "Muon",
+    "Nf4",
     "NoPlanFits",
     "Plan",
     "Sgd",
     "Trainer",
+    "Unquantized",
 ]
 
 if TYPE_CHECKING:
     from memtrain.device import Cpu, Cuda, Device
-    from memtrain.job import (
-        Adafactor,
-        Adam,
-        AdamW,
-        Approximation,
-        Bf16,
-        Budget,
-        Constant,
-        Cosine,
-        Fp32,
-        Job,
-        Lion,
-        Muon,
-        Sgd,
-    )
+    from memtrain.job import Adafactor, Adam, AdamW, Approximation, Budget, Constant, Cosine, Job, Lion, Muon, Sgd
+    from memtrain.method import Full, Int8, Lora, Nf4, Unquantized
     from memtrain.plan import Plan
     from memtrain.planner.choice import NoPlanFits
+    from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32
     from memtrain.trainer import Trainer
 
 

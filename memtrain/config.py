@@ -7,7 +7,7 @@ refuse what a type cannot. Nothing here loads torch: a mistake is reported at on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +15,16 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from memtrain.check import check
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
-from memtrain.job import Approximation, Job, Optimizer, Precision, Schedule, approximations
+from memtrain.job import Approximation, Job, Optimizer, Schedule, approximations
 from memtrain.machine import facts, stated_budget
+from memtrain.method import Method, Quantization
 from memtrain.metrics import RunFolder
-from memtrain.plan import POLICIES, Plan, check, parse_policy
+from memtrain.plan import POLICIES, Plan, parse_policy
+from memtrain.precision import Precision
+from memtrain.require import require
 from memtrain.schema import ALTERNATIVES, SOURCES
 from memtrain.units import parse_bytes
 
@@ -106,6 +110,8 @@ class Settings:
     optimizer: Optimizer
     schedule: Schedule
     precision: Precision
+    method: Method
+    quantization: Quantization
     allow: frozenset[Approximation]
     device: Mapping[str, Any]
     constraints: Mapping[str, Any]
@@ -125,9 +131,9 @@ def settings(cfg: DictConfig) -> Settings:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise ValueError(f"{missing[0]} has no value: set {missing[0]}=VALUE on the command line or in the recipe.")
-    _require(values["mode"] in MODES, "mode", values["mode"], f"one of {', '.join(MODES)}")
+    require(values["mode"] in MODES, "mode", values["mode"], f"one of {', '.join(MODES)}")
     for key in ("epochs", "evaluate_every"):
-        _require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
+        require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
     _not_both(values, "steps", "epochs")
     _not_neither(values, "steps", "epochs", "set one of them to say how long the run is")
     read = Settings(
@@ -141,6 +147,8 @@ def settings(cfg: DictConfig) -> Settings:
         optimizer=_alternative("optimizer", values["optimizer"]),
         schedule=_alternative("schedule", values["schedule"]),
         precision=_alternative("precision", values["precision"]),
+        method=_alternative("method", values["method"]),
+        quantization=_alternative("quantization", values["quantization"]),
         allow=approximations(values["allow"]),
         device={key: value for key, value in values["device"].items() if value is not None},
         constraints=_constraints(values["plan"]),
@@ -164,17 +172,12 @@ def check_folders(read: Settings) -> None:
     RunFolder(read.run_dir)
     for key in ("path", "eval_path"):
         named = getattr(read.data, key)
-        _require(named is None or Path(named).exists(), f"data.{key}", named, "a file or folder that exists")
+        require(named is None or Path(named).exists(), f"data.{key}", named, "a file or folder that exists")
 
 
 def default_run_dir(recipe: str, started: datetime) -> Path:
     """The folder of a run that names none."""
     return Path("runs") / recipe / f"{started:%Y-%m-%d_%H-%M-%S}"
-
-
-def _require(condition: bool, key: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ValueError(f"{key} is {value!r}, and it must be {rule}.")
 
 
 def _not_both(values: Mapping[str, Any], first: str, second: str, prefix: str = "") -> None:
@@ -215,10 +218,10 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
 def _data(values: Mapping[str, Any]) -> DataSettings:
     _not_both(values, "source", "path", "data.")
     source, vocab_size = values["source"], values["tokenizer"]["train_vocab_size"]
-    _require(source is None or source in SOURCES, "data.source", source, f"one of {', '.join(SOURCES)}")
-    _require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
-    _require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
-    _require(
+    require(source is None or source in SOURCES, "data.source", source, f"one of {', '.join(SOURCES)}")
+    require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
+    require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
+    require(
         vocab_size is None or vocab_size >= SMALLEST_VOCABULARY,
         "data.tokenizer.train_vocab_size",
         vocab_size,
@@ -273,7 +276,7 @@ def _constraints(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     size = values["micro_batch_size"]
     if size is not None:
-        _require(size >= 1, "plan.micro_batch_size", size, "1 or more, or null")
+        require(size >= 1, "plan.micro_batch_size", size, "1 or more, or null")
         constraints["micro_batch_size"] = size
     return constraints
 
@@ -288,11 +291,16 @@ def _check_job(read: Settings) -> None:
         optimizer=read.optimizer,
         schedule=read.schedule,
         precision=read.precision,
+        method=read.method,
+        quantization=read.quantization,
         max_grad_norm=read.max_grad_norm,
         allow=read.allow,
         seed=read.seed,
     )
     device = _described(read.device)
-    check(Plan(**{"micro_batch_size": read.global_batch_size, **read.constraints}), job, device)
+    whole = Plan(**{"micro_batch_size": read.global_batch_size, **read.constraints})
+    if "micro_batch_size" not in read.constraints:
+        whole = replace(whole, micro_batch_size=max(1, read.global_batch_size // whole.ranks))
+    check(whole, job, device)
     if device is not None and read.mode != "optimizers":
         stated_budget(device, read.budget_bytes, read.headroom_bytes, read.host_bytes)

@@ -100,7 +100,12 @@ class Cuda:
             )
 
     def flops(self, dtype: str) -> float:
-        """Operations per second in the torch data type of that name."""
+        """Operations per second in the torch data type of that name.
+
+        "tf32" is fp32 in the matrix units, at half the rate of bfloat16 (NVIDIA A100, H100 and RTX 4090 data sheets).
+        """
+        if dtype == "tf32" and "bfloat16" in self.flops_per_second:
+            return self.flops_per_second["bfloat16"] / 2
         return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
 
 

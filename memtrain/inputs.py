@@ -9,8 +9,8 @@ from typing import Any
 from memtrain.data.rows import Row, Rows, TokenRows, check_rows
 from memtrain.data.text import read_documents
 from memtrain.device import Device
-from memtrain.job import Precision
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, weight_dtype
+from memtrain.precision import Precision
 
 # Text is cut into rows of at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
 _DEFAULT_SEQUENCE_LENGTH = 1024

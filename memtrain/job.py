@@ -11,25 +11,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from memtrain.method import Full, Method, Quantization, Unquantized
+from memtrain.precision import Fp32, Precision
+from memtrain.require import require
 from memtrain.units import format_bytes, parse_bytes
-
-
-def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {value!r}, and it must be {rule}.")
 
 
 def _require_rates(optimizer: Optimizer) -> None:
     """What holds for the hyper-parameters that several rules have."""
-    _require(0 < optimizer.learning_rate < math.inf, "learning_rate", optimizer.learning_rate, "above 0 and finite")
-    _require(0 <= optimizer.weight_decay < math.inf, "weight_decay", optimizer.weight_decay, "0 or more")
+    require(0 < optimizer.learning_rate < math.inf, "learning_rate", optimizer.learning_rate, "above 0 and finite")
+    require(0 <= optimizer.weight_decay < math.inf, "weight_decay", optimizer.weight_decay, "0 or more")
     if isinstance(optimizer, AdamW | Adam | Lion | Muon):
         rule = "two numbers from 0 up to, not including, 1"
-        _require(len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas), "betas", optimizer.betas, rule)
+        require(len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas), "betas", optimizer.betas, rule)
     if isinstance(optimizer, AdamW | Adam | Muon):
-        _require(0 < optimizer.eps < math.inf, "eps", optimizer.eps, "above 0")
+        require(0 < optimizer.eps < math.inf, "eps", optimizer.eps, "above 0")
     if isinstance(optimizer, Sgd | Muon):
-        _require(0 <= optimizer.momentum < 1, "momentum", optimizer.momentum, "from 0 up to, not including, 1")
+        require(0 <= optimizer.momentum < 1, "momentum", optimizer.momentum, "from 0 up to, not including, 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +107,9 @@ class Adafactor:
 
     def __post_init__(self) -> None:
         _require_rates(self)
-        _require(-1 <= self.beta2_decay <= 0, "beta2_decay", self.beta2_decay, "from -1 to 0")
-        _require(0 < self.min_scale < math.inf, "min_scale", self.min_scale, "above 0")
-        _require(1 <= self.clip_threshold < math.inf, "clip_threshold", self.clip_threshold, "1 or more")
+        require(-1 <= self.beta2_decay <= 0, "beta2_decay", self.beta2_decay, "from -1 to 0")
+        require(0 < self.min_scale < math.inf, "min_scale", self.min_scale, "above 0")
+        require(1 <= self.clip_threshold < math.inf, "clip_threshold", self.clip_threshold, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,27 +173,10 @@ class Cosine:
     final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "from 0 to 1")
+        require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "from 0 to 1")
 
 
 Schedule = Constant | Cosine
-
-
-@dataclass(frozen=True)
-class Fp32:
-    """Weights, gradients, optimizer state and activations in 32-bit floating point."""
-
-
-@dataclass(frozen=True)
-class Bf16:
-    """Weights, gradients, optimizer state and activations in bfloat16, nothing kept in 32 bits.
-
-    Half the bytes of fp32. A change of a weight below 1/256 of it is rounded away, so learning rates are not too small
-    and the second moment decays in few steps (betas of 0.9 and 0.95 rather than 0.999).
-    """
-
-
-Precision = Fp32 | Bf16
 
 
 class Approximation(StrEnum):
@@ -233,6 +214,8 @@ class Job:
         optimizer: the update rule and its hyper-parameters.
         schedule: the learning rate over the steps.
         precision: the number formats trained in.
+        method: what of the model is trained.
+        quantization: in how many bits the weights that stay frozen are held.
         max_grad_norm: bound on the 2-norm of the whole gradient (arXiv 1211.5063), or None for no clipping.
         allow: approximations that a plan may use.
         seed: of the weights' initialisation (for a model built from a configuration), of dropout and of the row order.
@@ -244,32 +227,46 @@ class Job:
     optimizer: Optimizer = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Cosine)
     precision: Precision = field(default_factory=Fp32)
+    method: Method = field(default_factory=Full)
+    quantization: Quantization = field(default_factory=Unquantized)
     max_grad_norm: float | None = 1.0
     allow: frozenset[Approximation] = frozenset()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             isinstance(self.optimizer, Optimizer),
             "optimizer",
             self.optimizer,
             "an AdamW of memtrain or another optimizer of its job module, such as AdamW(learning_rate=5e-5)",
         )
-        _require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
-        _require(isinstance(self.precision, Precision), "precision", self.precision, "Fp32() or Bf16(), of memtrain")
+        require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
+        for name, union, example in (
+            ("precision", Precision, "Bf16()"),
+            ("method", Method, "Lora(rank=16)"),
+            ("quantization", Quantization, "Nf4()"),
+        ):
+            value = getattr(self, name)
+            require(isinstance(value, union), name, value, f"one of memtrain's, such as {example}")
+        if isinstance(self.method, Full) and not isinstance(self.quantization, Unquantized):
+            bits = self.quantization.bits
+            raise ValueError(
+                f"quantization holds weights in {bits} bits, which cannot be trained, and method is full: "
+                f"set method to lora, or quantization to unquantized."
+            )
         approximations(self.allow)
-        _require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):
-            _require(
+            require(
                 type(getattr(self, name)) is int and getattr(self, name) >= 1,
                 name,
                 getattr(self, name),
                 "a whole number of 1 or more",
             )
         warmup_steps = self.schedule.warmup_steps
-        _require(type(warmup_steps) is int and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number of 0 or more")
+        require(type(warmup_steps) is int and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number of 0 or more")
         if self.max_grad_norm is not None:
-            _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
+            require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from memtrain.device import Cpu, Device
-from memtrain.job import Adafactor, Adam, Approximation, Bf16, Job, Lion, Muon, Precision, Sgd
+from memtrain.require import require
 
 
 def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, and it must be a whole number of 1 or more.")
+    require(type(value) is int and value >= 1, name, value, "a whole number of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,70 @@ class PagedEightBit:
         return "in 8 bits, paged"
 
 
+@dataclass(frozen=True)
+class ModelDefault:
+    """The attention that the model was built with: for most models of transformers SDPA, eager where it needs that."""
+
+    def __str__(self) -> str:
+        return "as the model has it"
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Attention written out in products and softmax; the scores exist whole."""
+
+    def __str__(self) -> str:
+        return "eager"
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """torch.nn.functional.scaled_dot_product_attention: the best kernel that the device has for the inputs."""
+
+    def __str__(self) -> str:
+        return "SDPA"
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """The flash-attn package, the newest version that is installed (Dao et al. 2022, arXiv 2205.14135)."""
+
+    def __str__(self) -> str:
+        return "flash-attn"
+
+
+@dataclass(frozen=True)
+class Single:
+    """One process."""
+
+    def __str__(self) -> str:
+        return "one process"
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Each process has the whole model and a share of the rows; gradients are averaged (torch DistributedDataParallel).
+
+    Attributes:
+        ranks: processes, a device each.
+    """
+
+    ranks: int = 2
+
+    def __post_init__(self) -> None:
+        _positive("sharding.ranks", self.ranks)
+
+    def __str__(self) -> str:
+        return f"data parallel over {self.ranks} processes"
+
+
 Activations = Keep | Recompute | RecomputeFirst | RecomputeSelective | RecomputeAttention | RecomputeMlp
 Loss = WholeLogits | ChunkedLogits
 Update = AfterBackward | DuringBackward
 OptimizerKernel = Fused | Foreach
 OptimizerState = OnDevice | OnHost | Paged | EightBit | PagedEightBit
+Attention = ModelDefault | Eager | Sdpa | FlashAttention
+Sharding = Single | DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +254,8 @@ class Plan:
         update: when the weights are updated.
         optimizer_kernel: which of torch's implementations of the update rule runs, where torch's runs.
         optimizer_state: where the optimizer's state lies and in how many bits.
+        attention: which implementation of attention the model calls.
+        sharding: what of the job each of several processes has.
     """
 
     micro_batch_size: int
@@ -205,6 +264,8 @@ class Plan:
     update: Update = AfterBackward()
     optimizer_kernel: OptimizerKernel = Fused()
     optimizer_state: OptimizerState = OnDevice()
+    attention: Attention = ModelDefault()
+    sharding: Sharding = Single()
 
     def __post_init__(self) -> None:
         _positive("micro_batch_size", self.micro_batch_size)
@@ -212,7 +273,18 @@ class Plan:
     def __str__(self) -> str:
         state = "" if isinstance(self.optimizer_state, OnDevice) else f", optimizer state {self.optimizer_state}"
         update = f"{self.optimizer_kernel} update {self.update}"
-        return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {update}{state}"
+        attention = "" if isinstance(self.attention, ModelDefault) else f", attention {self.attention}"
+        sharding = "" if isinstance(self.sharding, Single) else f", {self.sharding}"
+        return f"micro-batch {self.micro_batch_size}, {self.activations}, {self.loss}, {update}{state}{attention}{sharding}"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.sharding.ranks if isinstance(self.sharding, DataParallel) else 1
+
+    def accumulation(self, global_batch_size: int) -> int:
+        """Micro-batches per optimizer step in each process, each rank an equal share of the rows."""
+        return global_batch_size // (self.micro_batch_size * self.ranks)
 
 
 # The classes of each field that is a union: planner and tests go through them, so a new policy is planned and tested at once.
@@ -222,6 +294,8 @@ POLICIES: dict[str, tuple[type, ...]] = {
     "update": get_args(Update),
     "optimizer_kernel": get_args(OptimizerKernel),
     "optimizer_state": get_args(OptimizerState),
+    "attention": get_args(Attention),
+    "sharding": get_args(Sharding),
 }
 
 
@@ -304,96 +378,3 @@ def parse_constraints(written: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise ValueError(f"a plan has no field {field!r}, and it must be micro_batch_size or one of {', '.join(POLICIES)}.")
     return fixed
-
-
-class PlanRefused(ValueError):
-    """A plan would not train what the job says, or cannot be applied to the model."""
-
-
-def check(plan: Plan, job: Job, device: Device | None = None) -> None:
-    """Refuse a plan that would not train what the job says, or that makes no sense on a device.
-
-    Raises:
-        PlanRefused: with the value, the rule and the remedy.
-    """
-    if plan.micro_batch_size > job.global_batch_size or job.global_batch_size % plan.micro_batch_size:
-        raise PlanRefused(
-            f"micro_batch_size {plan.micro_batch_size} does not divide global_batch_size {job.global_batch_size}: "
-            f"choose one of {', '.join(map(str, micro_batch_sizes(job)))}."
-        )
-    if isinstance(plan.update, DuringBackward):
-        if job.max_grad_norm is not None:
-            raise PlanRefused(
-                f"an update during backward never has the whole gradient that max_grad_norm {job.max_grad_norm} bounds: "
-                f"set max_grad_norm to null or update after backward."
-            )
-        if plan.micro_batch_size != job.global_batch_size:
-            raise PlanRefused(
-                f"an update during backward needs the whole batch in one backward, and micro_batch_size "
-                f"{plan.micro_batch_size} takes {job.global_batch_size // plan.micro_batch_size}: "
-                f"set micro_batch_size to {job.global_batch_size} or update after backward."
-            )
-    if device is not None and not suits(job.precision, device):
-        raise PlanRefused(
-            f"precision bf16 needs a card with bfloat16 (compute capability 8.0 or newer), and {device.name} has none: "
-            f"set precision to fp32, or take another card."
-        )
-    _check_optimizer(plan, job)
-    _check_state(plan, job, device)
-
-
-def suits(precision: Precision, device: Device) -> bool:
-    """Whether a device computes in a precision: bfloat16 came with compute capability 8.0 (CUDA C++ Programming Guide)."""
-    return not isinstance(precision, Bf16) or isinstance(device, Cpu) or device.compute_capability >= (8, 0)
-
-
-def _check_optimizer(plan: Plan, job: Job) -> None:
-    rule, state = type(job.optimizer).__name__, plan.optimizer_state
-    if isinstance(plan.optimizer_kernel, Foreach) and isinstance(job.optimizer, Adafactor | Lion | Muon):
-        raise PlanRefused(
-            f"optimizer {rule} is run weight by weight, and a foreach update takes all weights at once: "
-            f"set optimizer_kernel to fused."
-        )
-    if isinstance(state, OnDevice | OnHost):
-        return
-    if isinstance(job.optimizer, Sgd | Adafactor | Muon):
-        raise PlanRefused(
-            f"optimizer state {state} is there for AdamW, Adam and Lion, and the optimizer is {rule}: "
-            f"set optimizer_state to on_device or on_host, or take one of these."
-        )
-    if isinstance(job.optimizer, Adam) and job.optimizer.weight_decay:
-        raise PlanRefused(
-            f"optimizer state {state} is updated by bitsandbytes, which decays weights as AdamW does, and Adam's weight_decay "
-            f"{job.optimizer.weight_decay} is a part of the gradient: set weight_decay to 0, or optimizer to adamw."
-        )
-
-
-def _check_state(plan: Plan, job: Job, device: Device | None) -> None:
-    state, name = plan.optimizer_state, policy_name(type(plan.optimizer_state))
-    if isinstance(state, OnDevice):
-        return
-    if isinstance(device, Cpu) and not isinstance(state, EightBit):
-        raise PlanRefused(
-            f"optimizer state {state} frees nothing on a processor, whose memory is the host's: set optimizer_state to on_device."
-        )
-    if isinstance(plan.optimizer_kernel, Foreach):
-        raise PlanRefused(
-            f"optimizer state {state} is updated weight by weight, and a foreach update takes all weights at once: "
-            f"set optimizer_kernel to fused."
-        )
-    if isinstance(state, EightBit | PagedEightBit) and Approximation.EIGHT_BIT_STATE not in job.allow:
-        raise PlanRefused(
-            f"optimizer_state {name} rounds the optimizer's state to 8 bits, which the job does not allow: "
-            f"add {Approximation.EIGHT_BIT_STATE} to allow, or keep the state whole."
-        )
-    if isinstance(state, Paged) and isinstance(job.precision, Bf16):
-        raise PlanRefused(
-            "paged state has 32 bits and precision bf16 says 16: "
-            "set optimizer_state to on_host, or to paged_eight_bit where the job allows that."
-        )
-
-
-def micro_batch_sizes(job: Job) -> tuple[int, ...]:
-    """The divisors of the global batch size, largest first."""
-    rows = job.global_batch_size
-    return tuple(size for size in range(rows, 0, -1) if rows % size == 0)

@@ -14,13 +14,14 @@ from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
 from memtrain.device import Device
 from memtrain.inputs import check_length, load_tokenizer
-from memtrain.job import Bf16, Budget, Fp32, Job
+from memtrain.job import Budget, Job
 from memtrain.metrics import RunFolder
 from memtrain.models.build import ModelSource, source
 from memtrain.planner.choice import Choice
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.planner.updates import optimizer_table
+from memtrain.precision import Bf16, Bf16Master, Fp32
 from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.report.terminal import choice_view
 from memtrain.trainer import Trainer
@@ -46,7 +47,7 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
     elif settings.mode == "optimizers":
         folder, model = RunFolder(settings.run_dir), _model(settings)
         with console.status("updating without data"):
-            table = optimizer_table(model, device, (Fp32(), Bf16()))
+            table = optimizer_table(model, device, (Fp32(), Bf16(), Bf16Master()))
         folder.write_text("config.yaml", config_yaml)
         folder.write_json("optimizers.json", optimizers_json(model.name, table))
         console.print(optimizers_view(model.name, table))
@@ -87,6 +88,8 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
         optimizer=settings.optimizer,
         schedule=settings.schedule,
         precision=settings.precision,
+        method=settings.method,
+        quantization=settings.quantization,
         max_grad_norm=settings.max_grad_norm,
         allow=settings.allow,
         seed=settings.seed,
@@ -109,6 +112,8 @@ def _plan(settings: Settings, device: Device) -> Choice:
         optimizer=settings.optimizer,
         schedule=settings.schedule,
         precision=settings.precision,
+        method=settings.method,
+        quantization=settings.quantization,
         max_grad_norm=settings.max_grad_norm,
         allow=settings.allow,
         seed=settings.seed,

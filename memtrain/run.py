@@ -15,15 +15,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from memtrain.check import PlanRefused, check
 from memtrain.data.rows import Batch
+from memtrain.features.autocast import autocast_, tf32_
 from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, bitsandbytes_lion, embedding_weights
 from memtrain.features.chunked_loss import chunk_loss_
 from memtrain.features.host_state import step_on_host, update_on_host_
 from memtrain.features.lion import lion
+from memtrain.features.loss_scale import loss_scaler, no_scaler, update_unscaled
 from memtrain.features.muon import muon
 from memtrain.features.optimizers import adafactor, adam, adamw, sgd
 from memtrain.features.recompute import recompute_blocks_, recompute_first_, recompute_selectively_
-from memtrain.features.update import nothing_left, update_after_backward, update_during_backward_
+from memtrain.features.update import nothing_left, step_one_by_one, update_after_backward, update_during_backward_
+from memtrain.features.wide_update import wide_step
 from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, Sgd
 from memtrain.models.blocks import blocks, parts
 from memtrain.models.objective import Objective, objective
@@ -38,14 +42,13 @@ from memtrain.plan import (
     OnHost,
     Paged,
     Plan,
-    PlanRefused,
     Recompute,
     RecomputeAttention,
     RecomputeFirst,
     RecomputeMlp,
     RecomputeSelective,
-    check,
 )
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Run:
     Attributes:
         model: the prepared model, in training mode.
         optimizer: holds the learning rate in its param_groups.
+        scaler: of the loss; one that is not enabled leaves losses as they are.
         objective: what the loss is a mean over.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
         update: changes the weights, frees the gradients and returns the gradient's norm.
@@ -76,6 +80,7 @@ class Run:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
     objective: Objective
     forward_backward: Callable[[Sequence[Batch]], Tensor]
     update: Callable[[], Tensor | None]
@@ -129,26 +134,32 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         undo.callback(_modes_of(model))
         model.train()
         # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them,
-        # and the optimizer comes when no feature replaces a parameter any more.
+        # autocast wraps the loss too, and the optimizer comes when no feature replaces a parameter any more.
         try:
             undo.callback(_recompute_(plan.activations, model))
             if isinstance(plan.loss, ChunkedLogits):
                 undo.callback(chunk_loss_(model, plan.loss.chunk_tokens))
+            undo.callback(_compute_in_(job.precision, model))
             optimizer = _optimizer(job, plan, model)
         except ValueError as refusal:
             raise PlanRefused(str(refusal)) from refusal
         optimizer.zero_grad(set_to_none=True)
         undo.callback(optimizer.zero_grad, set_to_none=True)
-        on_host = isinstance(plan.optimizer_state, OnHost)
+        scaler = _scaler(job.precision, model)
+        step = _step_of_one(job.precision, optimizer)
         if isinstance(plan.update, DuringBackward):
-            undo.callback(update_during_backward_(optimizer, step_on_host(optimizer) if on_host else None))
+            on_host = isinstance(plan.optimizer_state, OnHost)
+            undo.callback(update_during_backward_(optimizer, step_on_host(optimizer, step) if on_host else step))
             update = nothing_left
-        elif on_host:
-            update, stop_sending = update_on_host_(optimizer, job.max_grad_norm)
+        elif isinstance(plan.optimizer_state, OnHost):
+            update, stop_sending = update_on_host_(optimizer, job.max_grad_norm, step)
             undo.callback(stop_sending)
+        elif scaler.is_enabled():
+            update = update_unscaled(optimizer, job.max_grad_norm, scaler)
         else:
-            update = update_after_backward(optimizer, job.max_grad_norm)
-        return Run(model, optimizer, what, _forward_backward(model, what), update, undo.close)
+            step_all = None if step is None else step_one_by_one(optimizer, step)
+            update = update_after_backward(optimizer, job.max_grad_norm, step_all)
+        return Run(model, optimizer, scaler, what, _forward_backward(model, what, scaler), update, undo.close)
     except BaseException:
         undo.close()
         raise
@@ -171,6 +182,36 @@ def _recompute_(activations: Activations, model: nn.Module) -> Callable[[], None
             return recompute_blocks_(list(parts(named, "attention").values()))
         case RecomputeMlp():
             return recompute_blocks_(list(parts(named, "mlp").values()))
+
+
+def _compute_in_(precision: Precision, model: nn.Module) -> Callable[[], None]:
+    """Let products compute in the precision where the weights' own type does not say it; returns the undoing."""
+    match precision:
+        case AutocastBf16():
+            return autocast_(model, torch.bfloat16)
+        case AutocastFp16():
+            return autocast_(model, torch.float16)
+        case Fp32(tf32=True):
+            return tf32_()
+        case _:
+            return lambda: None
+
+
+def _scaler(precision: Precision, model: nn.Module) -> torch.amp.GradScaler:
+    return loss_scaler(model, **asdict(precision)) if isinstance(precision, AutocastFp16) else no_scaler()
+
+
+def _step_of_one(precision: Precision, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None] | None:
+    """What updates one parameter where that is not the optimizer's own step."""
+    match precision:
+        case Bf16Master():
+            return wide_step(optimizer, "master")
+        case Bf16(rounding=Rounding.COMPENSATED):
+            return wide_step(optimizer, "compensated")
+        case Bf16(rounding=Rounding.STOCHASTIC):
+            return wide_step(optimizer, "stochastic")
+        case _:
+            return None
 
 
 def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
@@ -223,14 +264,14 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
             )
 
 
-def _forward_backward(model: nn.Module, what: Objective) -> Callable[[Sequence[Batch]], Tensor]:
+def _forward_backward(model: nn.Module, what: Objective, scaler: torch.amp.GradScaler) -> Callable[[Sequence[Batch]], Tensor]:
     def forward_backward(micro_batches: Sequence[Batch]) -> Tensor:
         counts = [what.count(batch) for batch in micro_batches]
         counted = torch.stack(counts).sum()
         total = torch.zeros((), device=counted.device)
         for batch, items in zip(micro_batches, counts, strict=True):
             loss = what.loss(model, batch) * (items / counted)
-            loss.backward()
+            scaler.scale(loss).backward()
             total = total + loss.detach()
             # A loss that lives into the next forward keeps the inputs of the last block alive.
             del loss

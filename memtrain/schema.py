@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from enum import StrEnum
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from memtrain.job import Adafactor, Adam, AdamW, Approximation, Bf16, Constant, Cosine, Fp32, Lion, Muon, Sgd
+from memtrain.job import Adafactor, Adam, AdamW, Approximation, Constant, Cosine, Lion, Muon, Sgd
+from memtrain.method import Method, Quantization
 from memtrain.plan import POLICIES, policy_name
+from memtrain.precision import Precision
 
 SOURCES = ("python_docs",)
 
@@ -79,6 +82,8 @@ class PlanSchema:
     update: Any = MISSING
     optimizer_kernel: Any = MISSING
     optimizer_state: Any = MISSING
+    attention: Any = MISSING
+    sharding: Any = MISSING
 
 
 @dataclass
@@ -110,6 +115,8 @@ class Schema:
     optimizer: Any = MISSING
     schedule: Any = MISSING
     precision: Any = MISSING
+    method: Any = MISSING
+    quantization: Any = MISSING
     device: DeviceSchema = field(default_factory=DeviceSchema)
     plan: PlanSchema = field(default_factory=PlanSchema)
     run: RunSchema = field(default_factory=RunSchema)
@@ -142,7 +149,10 @@ ALTERNATIVES: dict[str, Alternatives] = {
         "name", {"adamw": AdamW, "adam": Adam, "sgd": Sgd, "adafactor": Adafactor, "lion": Lion, "muon": Muon}
     ),
     "schedule": Alternatives("name", {"constant": Constant, "cosine": Cosine}),
-    "precision": Alternatives("name", {"fp32": Fp32, "bf16": Bf16}),
+    **{
+        group: Alternatives("name", {policy_name(cls): cls for cls in get_args(union)})
+        for group, union in (("precision", Precision), ("method", Method), ("quantization", Quantization))
+    },
     **{
         f"plan/{field}": Alternatives("policy", {"auto": Auto, **{policy_name(policy): policy for policy in policies}})
         for field, policies in POLICIES.items()
@@ -161,6 +171,14 @@ def register_schema() -> None:
 
 def _mutable(cls: type, tag: str, option: str) -> type:
     # The domain's classes are frozen, and a frozen dataclass is a read-only node to OmegaConf.
-    types = get_type_hints(cls)
+    types = {name: _node_type(kind) for name, kind in get_type_hints(cls).items()}
     settings = [(setting.name, types[setting.name], field(default=setting.default)) for setting in dataclasses.fields(cls)]
     return dataclasses.make_dataclass(cls.__name__, [(tag, str, field(default=option)), *settings])
+
+
+def _node_type(kind: Any) -> Any:
+    """The type as OmegaConf has it: its unions hold scalars only, and it knows enumerations by the names of their members."""
+    parts = get_args(kind)
+    if str in parts and any(get_origin(part) is tuple for part in parts):
+        return Any
+    return str if isinstance(kind, type) and issubclass(kind, StrEnum) else kind

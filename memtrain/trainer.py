@@ -27,8 +27,9 @@ from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
 from memtrain.data.rows import Batch, check_row
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import AdamW, Budget, Cosine, Fp32, Job, Optimizer, Precision, Schedule, approximations
+from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule, approximations
 from memtrain.measure import meter
+from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import RunFolder, RunLog
 from memtrain.models.build import FromModule, bytes_on, source, weight_dtype
 from memtrain.models.objective import check_suits
@@ -39,6 +40,8 @@ from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
+from memtrain.precision import Fp32, Precision
+from memtrain.recovery import step_until_finite
 from memtrain.run import Run, StepResult, prepare
 from memtrain.schedule import learning_rate
 from memtrain.trace.event import Kind, Phase
@@ -74,7 +77,7 @@ class Trainer:
         sequence_length: tokens per row of text; by default what the model has positions for, at most 1024.
         global_batch_size: rows per optimizer step.
         steps, epochs: length of the run; one epoch by default.
-        optimizer, schedule, precision, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
+        optimizer, schedule, precision, method, quantization, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
             ``{"activations": {"policy": "recompute", "every": 2}}``.
         device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor,
@@ -102,6 +105,8 @@ class Trainer:
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
         precision: Precision | None = None,
+        method: Method | None = None,
+        quantization: Quantization | None = None,
         max_grad_norm: float | None = 1.0,
         allow: Collection[str] = (),
         seed: int = 0,
@@ -144,6 +149,8 @@ class Trainer:
             optimizer=optimizer or AdamW(),
             schedule=schedule or Cosine(),
             precision=precision,
+            method=method or Full(),
+            quantization=quantization or Unquantized(),
             max_grad_norm=max_grad_norm,
             allow=approximations(allow),
             seed=seed,
@@ -317,9 +324,9 @@ class Trainer:
         if self._watches(step):
             with self._meter.window(f"step {step + 1}", Phase.FORWARD):
                 marked = replace(run, update=self._meter.in_update(run.update))
-                result = self._run_step(marked, batches, step)
+                result, overflows = self._run_step(marked, batches, step)
         else:
-            result = self._run_step(run, batches, step)
+            result, overflows = self._run_step(run, batches, step)
         loss = result.loss.item()
         seconds = time.perf_counter() - started
         counted = self.job.global_batch_size * (len(self.rows[0]["input_ids"]) if self._counts == "tokens" else 1)
@@ -337,11 +344,17 @@ class Trainer:
         }
         if result.grad_norm is not None:
             row["grad_norm"] = result.grad_norm.item()
+        if run.scaler.is_enabled():
+            row |= {"loss_scale": run.scaler.get_scale(), "overflows": overflows}
         return row
 
-    def _run_step(self, run: Run, batches: StepBatches, step: int) -> StepResult:
-        """The step; its batches are gone when it returns, before the next ones are made."""
-        return run.step(list(self._on_device(batches.micro_batches(step, self.choice.plan.micro_batch_size))))
+    def _run_step(self, run: Run, batches: StepBatches, step: int) -> tuple[StepResult, int]:
+        """The step, and how often its gradient overflowed first."""
+
+        def micro_batches() -> list[Batch]:
+            return list(self._on_device(batches.micro_batches(step, self.choice.plan.micro_batch_size)))
+
+        return step_until_finite(run, micro_batches, step + 1, batches.indices(step))
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -19,12 +19,15 @@ from memtrain.trace.event import HOST
 
 
 def update_on_host_(
-    optimizer: torch.optim.Optimizer, max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None, step: Callable[[Tensor], object] | None = None
 ) -> tuple[Callable[[], Tensor | None], Callable[[], None]]:
     """Let backward send each gradient to the host, and return the update there and the undoing. In place.
 
     The update clips, changes all weights, frees the gradients and returns their 2-norm before clipping, a scalar on the
     host; None where nothing is clipped. No gradient is left on the device after backward.
+
+    Args:
+        step: updates one parameter, which is the optimizer's only one meanwhile; by default the optimizer's own step.
     """
     gradients: dict[Tensor, Tensor] = {}
 
@@ -44,7 +47,7 @@ def update_on_host_(
             norm = _clip_([gradients[parameter] for parameter, _ in trained], max_grad_norm)
         for parameter, alone in trained:
             with alone():
-                _step(optimizer, parameter, gradients.pop(parameter))
+                _step(optimizer, parameter, gradients.pop(parameter), step)
         return norm
 
     hooks = [
@@ -58,18 +61,20 @@ def update_on_host_(
     return update, undo
 
 
-def step_on_host(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+def step_on_host(optimizer: torch.optim.Optimizer, step: Callable[[Tensor], object] | None = None) -> Callable[[Tensor], None]:
     """A function that updates one parameter, the optimizer's only one, on the host, wherever its gradient is."""
 
-    def step(parameter: Tensor) -> None:
+    def send_and_step(parameter: Tensor) -> None:
         assert parameter.grad is not None
         sent, parameter.grad = to_host(parameter.grad), None
-        _step(optimizer, parameter, sent)
+        _step(optimizer, parameter, sent, step)
 
-    return step
+    return send_and_step
 
 
-def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+def _step(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor, step: Callable[[Tensor], object] | None
+) -> None:
     """One optimizer step of ``parameter`` with a gradient that is on the host.
 
     For its time the parameter lies on the host, so the state that the step makes or finds does too.
@@ -79,7 +84,7 @@ def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor)
     parameter.grad = gradient
     try:
         with placed(HOST):
-            optimizer.step()
+            optimizer.step() if step is None else step(parameter)
         updated = parameter.data
     finally:
         # Also after an interruption: the weight is on the device, and nothing of it elsewhere.

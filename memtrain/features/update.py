@@ -16,21 +16,49 @@ import torch
 from torch import Tensor, nn
 
 
-def update_after_backward(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Callable[[], Tensor | None]:
+def update_after_backward(
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None, step: Callable[[], object] | None = None
+) -> Callable[[], Tensor | None]:
     """A function that clips, updates all weights and frees the gradients; it returns the norm before clipping, a scalar.
 
-    The norm is that of all gradients as one vector (Pascanu et al. 2013, arXiv 1211.5063); None where nothing is clipped.
+    Args:
+        max_grad_norm: bound on the norm of all gradients as one vector (Pascanu et al. 2013, arXiv 1211.5063); None for no
+            clipping, and no norm.
+        step: updates all weights; by default the optimizer's own step.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def update() -> Tensor | None:
-        # foreach is said, not left to a default that differs between devices.
-        norm = None if max_grad_norm is None else nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
-        optimizer.step()
+        norm = clip_(optimizer, max_grad_norm)
+        optimizer.step() if step is None else step()
         optimizer.zero_grad(set_to_none=True)
         return norm
 
     return update
+
+
+def clip_(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor | None:
+    """Scale the gradients of all parameters to a common 2-norm of at most ``max_grad_norm``; the norm before it, a scalar."""
+    if max_grad_norm is None:
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # foreach is said, not left to a default that differs between devices.
+    return nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+
+
+def step_one_by_one(optimizer: torch.optim.Optimizer, step: Callable[[Tensor], object]) -> Callable[[], None]:
+    """A function that updates every parameter with a gradient by ``step``, each the optimizer's only one meanwhile.
+
+    The gradient of a parameter is gone before the next one is updated.
+    """
+
+    def step_all() -> None:
+        for parameter, alone in one_by_one(optimizer):
+            if parameter.grad is not None:
+                with alone():
+                    step(parameter)
+                parameter.grad = None
+
+    return step_all
 
 
 def update_during_backward_(

@@ -6,17 +6,20 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from memtrain.check import micro_batch_sizes
 from memtrain.device import Cuda, Device
-from memtrain.job import Approximation, Fp32, Job
+from memtrain.job import Approximation, Job
 from memtrain.plan import (
     POLICIES,
     Activations,
     AfterBackward,
     ChunkedLogits,
+    DataParallel,
     DuringBackward,
     EightBit,
     Fused,
     Keep,
+    ModelDefault,
     OnDevice,
     OnHost,
     OptimizerState,
@@ -28,9 +31,10 @@ from memtrain.plan import (
     RecomputeFirst,
     RecomputeMlp,
     RecomputeSelective,
+    Single,
     WholeLogits,
-    micro_batch_sizes,
 )
+from memtrain.precision import weight_type
 
 
 def candidates(
@@ -54,8 +58,12 @@ def candidates(
         "update": (AfterBackward(), DuringBackward()),
         "optimizer_kernel": (Fused(),),
         "optimizer_state": tuple(_states(job, device)),
+        "attention": (ModelDefault(),),
+        "sharding": (Single(),),
     }
     assert choices.keys() == {"micro_batch_size", *POLICIES}
+    if isinstance(sharding := constraints.get("sharding"), DataParallel):
+        choices["micro_batch_size"] = micro_batch_sizes(job, sharding.ranks)
     choices.update({field: (fixed,) for field, fixed in constraints.items()})
     for values in product(*choices.values()):
         yield Plan(**dict(zip(choices, values, strict=True)))
@@ -66,7 +74,7 @@ def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
     beside_a_card, eight_bit = isinstance(device, Cuda), Approximation.EIGHT_BIT_STATE in job.allow
     if beside_a_card:
         yield OnHost()
-        if isinstance(job.precision, Fp32):
+        if weight_type(job.precision) == "float32":
             yield Paged()
     if eight_bit:
         yield EightBit()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from memtrain.device import Cuda, Device
-from memtrain.job import Adafactor, Adam, AdamW, Bf16, Job, Lion, Muon, Optimizer, Sgd
+from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, Optimizer, Sgd
 from memtrain.plan import (
     Activations,
     ChunkedLogits,
@@ -31,6 +31,7 @@ from memtrain.plan import (
     RecomputeMlp,
     RecomputeSelective,
 )
+from memtrain.precision import product_type, updates_in_fp32
 from memtrain.trace.event import Phase, Work
 
 # Passes over the parameters that an update makes, an operand or a result of an elementwise kernel being one: (fused, foreach).
@@ -129,9 +130,11 @@ class CostModel:
         return self._seconds(forward) * share
 
     def _update_seconds(self, plan: Plan) -> float:
-        state, device, size = plan.optimizer_state, self.device, self.parameter_bytes
+        state, device = plan.optimizer_state, self.device
+        wide = updates_in_fp32(self.job.precision)
+        size = max(self.parameter_bytes, 4 * self.elements) if wide else self.parameter_bytes
         fused, foreach = _PASSES[type(self.job.optimizer)]
-        one_by_one = isinstance(plan.update, DuringBackward) or not isinstance(state, OnDevice)
+        one_by_one = wide or isinstance(plan.update, DuringBackward) or not isinstance(state, OnDevice)
         seconds = (self.parameters if one_by_one else 1) * device.operator_seconds
         if isinstance(device, Cuda) and isinstance(state, OnHost):
             micro_batches = self.job.global_batch_size // plan.micro_batch_size
@@ -172,7 +175,6 @@ class CostModel:
         return _CARD_EFFICIENCY if isinstance(self.device, Cuda) else 1.0
 
     def _seconds(self, work: Work) -> float:
-        dtype = "bfloat16" if isinstance(self.job.precision, Bf16) else "float32"
-        arithmetic = work.flops / (self._reached * self.device.flops(dtype))
+        arithmetic = work.flops / (self._reached * self.device.flops(product_type(self.job.precision)))
         traffic = work.bytes / self.device.bytes_per_second
         return max(arithmetic, traffic) + work.operators * self.device.operator_seconds

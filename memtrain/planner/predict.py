@@ -11,9 +11,10 @@ from typing import get_args
 import torch
 from torch import nn
 
+from memtrain.check import PlanRefused, check, micro_batch_sizes
 from memtrain.device import Cuda, Device
 from memtrain.features.recompute import PRODUCTS, WritesInPlace
-from memtrain.job import Job
+from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, Optimizer, Sgd
 from memtrain.memory.allocator_config import AllocatorConfig
 from memtrain.memory.extend import NotAlike, extend
 from memtrain.memory.footprint import Footprint, footprint
@@ -31,23 +32,34 @@ from memtrain.plan import (
     Paged,
     PagedEightBit,
     Plan,
-    PlanRefused,
     Recompute,
     RecomputeAttention,
     RecomputeFirst,
     RecomputeMlp,
     RecomputeSelective,
-    check,
-    micro_batch_sizes,
 )
 from memtrain.planner.cost import CostModel
 from memtrain.planner.remedies import cheaper
+from memtrain.precision import Bf16, Bf16Master, Rounding
 from memtrain.trace.event import Kind, Phase, Trace, Work
 from memtrain.trace.simulate import RowShapes, dataless_model, simulate
 
 # bitsandbytes pages the state of tensors of so many elements (optim/optimizer.py, get_state_buffer), and keeps the 8-bit state
 # of embeddings in 32 bits, so what it pages is this or more.
 _LEAST_PAGED_ELEMENTS = 100_000
+
+
+def _moments(optimizer: Optimizer) -> int:
+    """Values of state that a rule keeps for each weight at the least."""
+    match optimizer:
+        case AdamW() | Adam():
+            return 2
+        case Lion() | Muon():
+            return 1
+        case Sgd():
+            return 1 if optimizer.momentum else 0
+        case Adafactor():
+            return 0
 
 
 class Predictor:
@@ -203,10 +215,11 @@ class Predictor:
         if isinstance(plan.optimizer_state, OnHost):
             # In a first update each gradient goes as its moments come; later ones find the moments there.
             gradients_beside = not isinstance(plan.update, DuringBackward) and self.job.steps > 1
-            return (3 if gradients_beside else 2) * trained
+            return (trained if gradients_beside else 0) + self._state_of(updated)
         # The library keeps small state on the card.
         large = sum(parameter.numel() for parameter in updated if parameter.numel() >= _LEAST_PAGED_ELEMENTS)
-        return {Paged: 8 * large, PagedEightBit: 2 * large}.get(type(plan.optimizer_state), 0)
+        moments = _moments(self.job.optimizer) * large
+        return {Paged: 4 * moments, PagedEightBit: moments}.get(type(plan.optimizer_state), 0)
 
     def _held_in_update(self, plan: Plan) -> int:
         updated = self._updated()
@@ -214,8 +227,24 @@ class Predictor:
         gradients = 0 if isinstance(plan.update, DuringBackward) or isinstance(plan.optimizer_state, OnHost) else trained
         elements = sum(parameter.numel() for parameter in updated)
         # bitsandbytes keeps small tensors in more bits and adds scales: a byte per moment is the least.
-        moments = {OnDevice: 2 * trained, EightBit: 2 * elements}.get(type(plan.optimizer_state), 0)
-        return self.weight_bytes + gradients + moments
+        eight_bit = _moments(self.job.optimizer) * elements
+        state = {OnDevice: self._state_of(updated), EightBit: eight_bit}.get(type(plan.optimizer_state), 0)
+        return self.weight_bytes + gradients + state
+
+    def _state_of(self, updated: Iterable[nn.Parameter]) -> int:
+        """Bytes of whole optimizer state at the least, the copies of weights that an update in fp32 keeps included."""
+        moments = _moments(self.job.optimizer)
+        match self.job.precision:
+            case Bf16Master():
+                in_16_bits = 4 * moments + 4
+            case Bf16(rounding=Rounding.COMPENSATED):
+                in_16_bits = 2 * moments + 2
+            case _:
+                in_16_bits = 2 * moments
+        return sum(
+            parameter.numel() * (in_16_bits if parameter.dtype is torch.bfloat16 else parameter.itemsize * moments)
+            for parameter in updated
+        )
 
     def trace(self, plan: Plan) -> Trace:
         """The trace of a plan, simulated whole.

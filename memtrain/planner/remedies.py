@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from memtrain.check import suits
 from memtrain.device import Cuda, Device
-from memtrain.job import Approximation, Bf16, Fp32, Job
+from memtrain.job import Approximation, Job
 from memtrain.models.build import FromModule, ModelSource, weight_dtype
-from memtrain.plan import EightBit, Fused, OnDevice, OnHost, OptimizerState, Paged, PagedEightBit, Plan, suits
+from memtrain.plan import EightBit, Fused, OnDevice, OnHost, OptimizerState, Paged, PagedEightBit, Plan
+from memtrain.precision import Bf16, Fp32
 from memtrain.trace.simulate import RowShapes, dataless_model
 
 # The rank and target of adapters that peft's guides start from.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from memtrain.check import PlanRefused, check
 from memtrain.device import Cuda, Device
 from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import Footprint
@@ -23,11 +24,9 @@ from memtrain.plan import (
     OnDevice,
     OnHost,
     Plan,
-    PlanRefused,
     Recompute,
     RecomputeFirst,
     WholeLogits,
-    check,
 )
 from memtrain.planner.candidates import candidates
 from memtrain.planner.choice import Choice, NoPlanFits, Rejected

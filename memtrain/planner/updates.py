@@ -13,28 +13,18 @@ from typing import get_args
 import torch
 from torch import nn
 
+from memtrain.check import PlanRefused, check, suits
 from memtrain.device import Device
-from memtrain.job import Approximation, Job, Optimizer, Precision
+from memtrain.job import Approximation, Job, Optimizer
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import ModelSource, weight_dtype
-from memtrain.plan import (
-    EightBit,
-    Foreach,
-    Fused,
-    OnDevice,
-    OptimizerKernel,
-    OptimizerState,
-    Plan,
-    PlanRefused,
-    check,
-    policy_name,
-    suits,
-)
+from memtrain.plan import EightBit, Foreach, Fused, OnDevice, OptimizerKernel, OptimizerState, Plan, policy_name
 from memtrain.planner.optimizers import OptimizerBytes, OptimizerTable
+from memtrain.precision import Precision
 from memtrain.run import prepare
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.kernels import kernels_of
-from memtrain.trace.simulate import DatalessRecorder, as_if_supported, dataless_model
+from memtrain.trace.simulate import DatalessRecorder, as_if_supported, dataless_model, track_state
 
 # Kernels and states that are shown: those beside the weights. Of state elsewhere the device holds nothing.
 _KERNELS: tuple[OptimizerKernel, ...] = (Fused(), Foreach())
@@ -101,6 +91,7 @@ def update_bytes(job: Job, plan: Plan, model: nn.Module, device: Device) -> Opti
                     for parameter in parameters:
                         parameter.grad = torch.empty_like(parameter)
                     recorder.inside(Phase.UPDATE, run.update)()
+                    track_state(recorder, run)
                     recorder.first_step_done()
         finally:
             run.release()

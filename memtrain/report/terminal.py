@@ -21,7 +21,8 @@ from rich.text import Text
 
 from memtrain.job import Budget
 from memtrain.memory.footprint import Footprint
-from memtrain.plan import POLICIES, Plan, policy_name
+from memtrain.method import Full, Unquantized
+from memtrain.plan import POLICIES, ModelDefault, Plan, Single
 from memtrain.planner.choice import Choice, Comparison, Rejected
 from memtrain.trace.event import Kind
 from memtrain.units import format_bytes, format_count, format_seconds
@@ -168,9 +169,11 @@ class TrainingProgress:
 def _job(choice: Choice) -> Text:
     job = choice.job
     optimizer = f"{type(job.optimizer).__name__} at learning rate {job.optimizer.learning_rate:g}"
+    trains = "" if isinstance(job.method, Full) else f", trains {job.method}"
+    packed = "" if isinstance(job.quantization, Unquantized) else f", {job.quantization}"
     return Text(
-        f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}, "
-        f"precision {policy_name(type(job.precision))} (weights, gradients and optimizer state)"
+        f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}{trains}{packed}, "
+        f"precision {job.precision}"
     )
 
 
@@ -188,9 +191,12 @@ def _budget(budget: Budget) -> RenderableType:
 def _plan(choice: Choice) -> Table:
     size, rows = choice.plan.micro_batch_size, choice.job.global_batch_size
     table = _grid(Column(no_wrap=True), Column(overflow="fold"))
-    table.add_row("micro-batch", f"{size} × accumulation {rows // size} = global batch {rows}")
+    ranks = f" × {choice.plan.ranks} processes" if choice.plan.ranks > 1 else ""
+    table.add_row("micro-batch", f"{size} × accumulation {choice.plan.accumulation(rows)}{ranks} = global batch {rows}")
     for field in POLICIES:
-        table.add_row(_NAMES[field], str(getattr(choice.plan, field)))
+        # What is as it is by itself says nothing about the plan.
+        if not isinstance(getattr(choice.plan, field), ModelDefault | Single):
+            table.add_row(_NAMES[field], str(getattr(choice.plan, field)))
     return table
 
 

@@ -375,7 +375,7 @@ class Recorder(TorchDispatchMode):
             if entry.bytes
         )
         work = {phase: work for phase, work in self._work.items() if work.operators}
-        return Trace(events, work, tuple(self.assumed), frozenset(self._updated), self._positions_without_empty())
+        return Trace(events, work, tuple(self.assumed), frozenset(self._updated - {""}), self._positions_without_empty())
 
     def _positions_without_empty(self) -> tuple[tuple[str, int], ...]:
         """The marks, counted in events of the trace, which leaves storages of zero bytes out."""

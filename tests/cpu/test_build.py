@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from toys import CASES, Mlp
 from transformers import AutoConfig, LlamaConfig
 
-from memtrain.job import Bf16, Fp32
 from memtrain.models.build import FromConfig, FromModule, FromPretrained, model_class, source, weight_dtype
+from memtrain.precision import Bf16, Fp32
 from memtrain.trace.simulate import dataless_model
 from memtrain.trace.values import Values
 

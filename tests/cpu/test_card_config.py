@@ -13,8 +13,9 @@ from memtrain.__main__ import main
 from memtrain.command_line import compose_jobs
 from memtrain.config import Settings, settings
 from memtrain.device import Cuda
-from memtrain.job import AdamW, Approximation, Bf16, Cosine, Fp32
+from memtrain.job import AdamW, Approximation, Cosine
 from memtrain.plan import EightBit
+from memtrain.precision import Bf16, Fp32
 
 ON_L4 = ("device=l4", "budget=null")
 MY_CARD = """
@@ -158,7 +159,7 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
         ("host_bytes=64", "host_bytes: '64' is not an amount of memory: give"),
         ("host_bytes=1GiB", "host_bytes is set and device cpu has no memory beside the host's: leave host_bytes out."),
         ("device=l4 budget=null headroom=30GiB", "headroom 30.0 GiB leaves nothing of the 22.0 GiB that are usable on l4: "),
-        ("precision=fp16", "precision is 'fp16', and it must be one of fp32, bf16."),
+        ("precision=fp16", "precision is 'fp16', and it must be one of fp32, autocast_bf16, autocast_fp16, bf16, bf16_master."),
         ("allow=eight_bit_state", "allow must be a list: write allow=[a,b]."),
         ("allow=[8bit]", "allow has '8bit', which is none of the approximations that there are: eight_bit_state."),
         ("device=l4 plan.optimizer_state=eight_bit", "optimizer_state eight_bit rounds the optimizer's state to 8 bits"),

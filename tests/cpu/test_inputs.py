@@ -15,8 +15,8 @@ from toys import BYTES
 from memtrain.data.rows import Rows
 from memtrain.device import Cpu
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import Bf16, Fp32
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
+from memtrain.precision import Bf16, Fp32
 
 CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
 TEXT = "abc def ghi jkl"  # 15 tokens of one byte and the end of the document

@@ -11,11 +11,12 @@ from test_parity import PROCESSOR, shapes_of
 from toys import CASES, VOCABULARY
 
 from memtrain.device import Cuda, Device
-from memtrain.job import Bf16, Job
+from memtrain.job import Job
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import FromModule, ModelSource, source
 from memtrain.models.save import largest_shard
 from memtrain.plan import Plan
+from memtrain.precision import Bf16
 from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Trace
 from memtrain.trace.simulate import RowShapes, dataless_model, simulate
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from memtrain.__main__ import main
 from memtrain.device import Cpu, Cuda
-from memtrain.job import Adam, AdamW, Bf16, Fp32, Job, Optimizer, Sgd
+from memtrain.job import Adam, AdamW, Job, Optimizer, Sgd
 from memtrain.models.build import source
 from memtrain.plan import Foreach, Plan
 from memtrain.planner.optimizers import OptimizerBytes, OptimizerTable
 from memtrain.planner.updates import optimizer_table, update_bytes
+from memtrain.precision import Bf16, Fp32
 from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.trace.simulate import dataless_model
 

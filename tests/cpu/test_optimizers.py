@@ -16,22 +16,14 @@ from test_same_numbers import JOB, PLAIN, ROWS, assert_same
 from torch import Tensor, nn
 from toys import CASES, batch, without_dropout
 
+from memtrain.check import PlanRefused, check
 from memtrain.features.bitsandbytes_adamw import bitsandbytes_lion
 from memtrain.features.lion import lion
 from memtrain.features.muon import hidden_matrices, muon
 from memtrain.features.update import update_during_backward_
-from memtrain.job import Adafactor, Adam, AdamW, Approximation, Bf16, Fp32, Job, Lion, Muon, Optimizer, Sgd
-from memtrain.plan import (
-    DuringBackward,
-    EightBit,
-    Foreach,
-    OnHost,
-    Paged,
-    PagedEightBit,
-    Plan,
-    PlanRefused,
-    check,
-)
+from memtrain.job import Adafactor, Adam, AdamW, Approximation, Job, Lion, Muon, Optimizer, Sgd
+from memtrain.plan import DuringBackward, EightBit, Foreach, OnHost, Paged, PagedEightBit, Plan
+from memtrain.precision import Bf16, Fp32
 from memtrain.run import prepare
 from memtrain.schema import ALTERNATIVES
 from memtrain.trace.event import MANAGED, Kind

@@ -14,7 +14,7 @@ from toys import CASES, Case, batch
 from memtrain.data.rows import Batch
 from memtrain.device import Cpu
 from memtrain.features import chunked_loss
-from memtrain.job import Approximation, Bf16, Job
+from memtrain.job import Approximation, Job
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import weight_dtype
 from memtrain.plan import (
@@ -32,6 +32,7 @@ from memtrain.plan import (
     RecomputeFirst,
     RecomputeMlp,
 )
+from memtrain.precision import Bf16
 from memtrain.run import prepare
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Trace
 from memtrain.trace.record import Recorder

@@ -14,6 +14,7 @@ from test_parity import UNSUITED, settings, shapes_of
 from torch import nn
 from toys import CASES, VOCABULARY
 
+from memtrain.check import PlanRefused, check, micro_batch_sizes
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.features.chunked_loss import refusal
 from memtrain.job import Approximation, Job
@@ -32,15 +33,12 @@ from memtrain.plan import (
     Paged,
     PagedEightBit,
     Plan,
-    PlanRefused,
     Recompute,
     RecomputeAttention,
     RecomputeFirst,
     RecomputeMlp,
     RecomputeSelective,
     WholeLogits,
-    check,
-    micro_batch_sizes,
 )
 from memtrain.planner.predict import Predictor
 from memtrain.trace.event import DEVICE, Phase

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import CASES
 
+from memtrain.check import PlanRefused
 from memtrain.features.recompute import WritesInPlace, recompute_blocks_, recompute_first_, recompute_selectively_
 from memtrain.job import Job
 from memtrain.models.blocks import Part, blocks, parts
 from memtrain.models.build import source
-from memtrain.plan import Plan, PlanRefused, Recompute, RecomputeSelective
+from memtrain.plan import Plan, Recompute, RecomputeSelective
 from memtrain.planner.predict import Predictor
 from memtrain.trace.event import Phase
 from memtrain.trace.simulate import dataless_model, simulate

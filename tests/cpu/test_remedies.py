@@ -12,15 +12,17 @@ from test_load import CARD
 from test_parity import PROCESSOR, shapes_of
 from toys import CASES, VOCABULARY
 
+from memtrain.check import check
 from memtrain.device import Device
-from memtrain.job import Approximation, Bf16, Budget, Job
+from memtrain.job import Approximation, Budget, Job
 from memtrain.memory.footprint import footprint
 from memtrain.models.build import ModelSource, source
-from memtrain.plan import EightBit, Foreach, Fused, OnDevice, OnHost, PagedEightBit, Plan, Recompute, check
+from memtrain.plan import EightBit, Foreach, Fused, OnDevice, OnHost, PagedEightBit, Plan, Recompute
 from memtrain.planner.choice import NoPlanFits
 from memtrain.planner.predict import Predictor
 from memtrain.planner.remedies import cheaper
 from memtrain.planner.search import choose
+from memtrain.precision import Bf16
 from memtrain.trace.event import Kind
 from memtrain.trace.simulate import RowShapes, simulate
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memtrain.check import PlanRefused, check
 from memtrain.device import Cpu, Device
 from memtrain.job import Budget, Job, Limit
 from memtrain.memory.footprint import Footprint, footprint
@@ -20,12 +21,10 @@ from memtrain.plan import (
     DuringBackward,
     Keep,
     Plan,
-    PlanRefused,
     Recompute,
     RecomputeFirst,
     RecomputeSelective,
     WholeLogits,
-    check,
 )
 from memtrain.planner.candidates import candidates
 from memtrain.planner.choice import NoPlanFits

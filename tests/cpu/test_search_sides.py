@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import Told, per_row, possible, seconds
 
+from memtrain.check import PlanRefused
 from memtrain.device import Cuda
 from memtrain.job import Approximation, Budget, Job, Limit
 from memtrain.memory.footprint import Footprint
@@ -23,7 +24,6 @@ from memtrain.plan import (
     Paged,
     PagedEightBit,
     Plan,
-    PlanRefused,
     Recompute,
     WholeLogits,
 )

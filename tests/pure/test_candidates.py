@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.device import Cpu, Cuda
-from memtrain.job import Approximation, Bf16, Fp32, Job
+from memtrain.job import Approximation, Job
 from memtrain.plan import (
     POLICIES,
     Activations,
@@ -35,6 +35,7 @@ from memtrain.plan import (
     WholeLogits,
 )
 from memtrain.planner.candidates import candidates
+from memtrain.precision import Bf16, Fp32
 
 CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
 CARD = Cuda(

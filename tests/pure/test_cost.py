@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.device import Cpu, Cuda
-from memtrain.job import Adafactor, Adam, Approximation, Bf16, Job, Lion, Muon, Optimizer, Sgd
+from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, Optimizer, Sgd
 from memtrain.plan import (
     Activations,
     ChunkedLogits,
@@ -31,6 +31,7 @@ from memtrain.plan import (
     RecomputeSelective,
 )
 from memtrain.planner.cost import CostModel
+from memtrain.precision import Bf16
 from memtrain.trace.event import Phase, Work
 
 # Per row: 400 flop and 10 B forward (4 s of arithmetic, 1 s of traffic), 100 flop and 30 B backward (1 s and 3 s);

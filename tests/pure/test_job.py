@@ -11,22 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.job import (
-    Adafactor,
-    Adam,
-    AdamW,
-    Approximation,
-    Bf16,
-    Budget,
-    Constant,
-    Cosine,
-    Fp32,
-    Job,
-    Limit,
-    Lion,
-    Muon,
-    Sgd,
-)
+from memtrain.job import Adafactor, Adam, AdamW, Approximation, Budget, Constant, Cosine, Job, Limit, Lion, Muon, Sgd
+from memtrain.precision import Bf16, Fp32
 
 JOB = Job(model="tiny", global_batch_size=8, steps=10)
 
@@ -92,7 +78,7 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
             lambda: replace(JOB, max_grad_norm=0.0),
             "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
         ),
-        (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be Fp32() or Bf16(), of memtrain."),
+        (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be one of memtrain's, such as Bf16()."),
         (
             lambda: replace(JOB, allow=frozenset({"four_bit_state"})),
             "allow has 'four_bit_state', which is none of the approximations that there are: eight_bit_state.",

@@ -14,9 +14,11 @@ PACKAGE = TESTS.parent / "memtrain"
 
 # From left to right: a module imports from its left, and from its own subpackage. `memtrain` itself holds the public names.
 LAYERS = (
-    ("memtrain.units",),
-    ("memtrain.device", "memtrain.job"),
+    ("memtrain.units", "memtrain.require"),
+    ("memtrain.device", "memtrain.precision", "memtrain.method"),
+    ("memtrain.job",),
     ("memtrain.plan", "memtrain.machine"),
+    ("memtrain.check",),
     ("memtrain.schedule", "memtrain.metrics"),
     ("memtrain.trace.event",),
     ("memtrain.memory",),
@@ -27,7 +29,7 @@ LAYERS = (
     ("memtrain.run",),
     ("memtrain.trace",),
     ("memtrain.planner",),
-    ("memtrain.report", "memtrain.measure"),
+    ("memtrain.report", "memtrain.measure", "memtrain.recovery"),
     ("memtrain.trainer",),
     ("memtrain.schema",),
     ("memtrain.config",),

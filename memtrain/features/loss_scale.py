@@ -1,0 +1,47 @@
+"""A scaled loss, so that small gradients in float16 are not rounded to 0, and the update that knows about it.
+
+The loss is multiplied before backward and the gradients divided after it, before they are clipped. A gradient that has
+overflowed is not used: the update is skipped and the scale halved. Frees and costs nothing but a scalar and one pass over the
+gradients. Source: Micikevicius et al. 2018, arXiv 1710.03740; torch.amp.GradScaler, which does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from memtrain.features.update import clip_
+
+
+def loss_scaler(model: nn.Module, *, initial_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    """A scaler on the model's device, which doubles the scale after ``growth_interval`` updates without an overflow."""
+    device = next(model.parameters()).device.type
+    return torch.amp.GradScaler(device, init_scale=initial_scale, growth_interval=growth_interval)
+
+
+def no_scaler() -> torch.amp.GradScaler:
+    """A scaler that leaves losses and gradients alone, and whose scale is 1."""
+    return torch.amp.GradScaler("cpu", enabled=False)
+
+
+def update_unscaled(
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None, scaler: torch.amp.GradScaler
+) -> Callable[[], Tensor | None]:
+    """A function that divides the gradients by the scale, clips, updates unless one is not finite, and frees the gradients.
+
+    It returns the norm before clipping, a scalar that is not finite where the update was skipped; None where nothing is
+    clipped. The scaler's scale is smaller afterwards where the update was skipped, and only there.
+    """
+
+    def update() -> Tensor | None:
+        # First, since a bound on the norm is one on the gradients' own.
+        scaler.unscale_(optimizer)
+        norm = clip_(optimizer, max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    return update

@@ -1,0 +1,116 @@
+"""Which plans go with which precision, device and number of processes; each refusal names the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from memtrain.check import PlanRefused, check
+from memtrain.device import Cpu, Cuda, Device
+from memtrain.job import Approximation, Job
+from memtrain.plan import DataParallel, DuringBackward, EightBit, Foreach, OnHost, Plan
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
+
+PROCESSOR = Cpu(name="laptop", threads=2, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
+OLD_CARD = Cuda(
+    name="t4",
+    compute_capability=(7, 5),
+    multiprocessors=40,
+    usable_bytes=2,
+    context_bytes=1,
+    flops_per_second={"float32": 1.0},
+    bytes_per_second=1.0,
+    operator_seconds=1.0,
+    link_bytes_per_second=1.0,
+    host_bytes_per_second=1.0,
+)
+
+
+def test_bf16_needs_a_card_that_has_it() -> None:
+    job = Job(model="tiny", global_batch_size=1, steps=1, precision=Bf16())
+    sentence = (
+        "precision bf16 needs a card with bfloat16 (compute capability 8.0 or newer), and t4 has none: "
+        "set precision to autocast_fp16 or fp32, or take another card."
+    )
+    with pytest.raises(PlanRefused, match=f"^{re.escape(sentence)}$"):
+        check(Plan(micro_batch_size=1), job, OLD_CARD)
+    check(Plan(micro_batch_size=1), job, dataclasses.replace(OLD_CARD, compute_capability=(8, 0)))
+    check(Plan(micro_batch_size=1), dataclasses.replace(job, precision=Fp32()), OLD_CARD)
+
+
+def refusal_of(plan: Plan, job: Job, device: Device | None = None) -> str:
+    with pytest.raises(PlanRefused) as refused:
+        check(plan, job, device)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "sentence"),
+    [
+        (
+            Plan(micro_batch_size=4, update=DuringBackward()),
+            AutocastFp16(),
+            "an update during backward changes weights before the whole gradient is known to be finite, which the loss scale of "
+            "precision autocast_fp16 needs: set precision to autocast_bf16 or update after backward.",
+        ),
+        (
+            Plan(micro_batch_size=4, optimizer_state=OnHost()),
+            AutocastFp16(),
+            "the loss scale of precision autocast_fp16 looks for overflows in gradients on the device, and with optimizer state on "
+            "the host they are there: set precision to autocast_bf16, or optimizer_state to on_device.",
+        ),
+        (
+            Plan(micro_batch_size=4, optimizer_state=EightBit()),
+            Bf16Master(),
+            "optimizer state in 8 bits is updated by bitsandbytes in the type of the weights, and precision bf16_master updates in "
+            "fp32: set optimizer_state to on_device or on_host.",
+        ),
+        (
+            Plan(micro_batch_size=4, optimizer_kernel=Foreach()),
+            Bf16(rounding=Rounding.STOCHASTIC),
+            "precision bf16 updates in fp32 weight by weight, and a foreach update takes all weights at once: "
+            "set optimizer_kernel to fused.",
+        ),
+    ],
+)
+def test_what_a_precision_cannot_go_with_is_refused_with_the_remedy(plan: Plan, precision: Precision, sentence: str) -> None:
+    allow = frozenset(Approximation)
+    job = Job(model="tiny", global_batch_size=4, steps=1, precision=precision, max_grad_norm=None, allow=allow)
+    assert refusal_of(plan, job) == sentence
+    check(dataclasses.replace(plan), dataclasses.replace(job, precision=AutocastBf16()))
+
+
+def test_tf32_is_for_the_matrix_units_of_newer_cards() -> None:
+    job = Job(model="tiny", global_batch_size=1, steps=1, precision=Fp32(tf32=True))
+    plan = Plan(micro_batch_size=1)
+    assert refusal_of(plan, job, PROCESSOR) == (
+        "precision fp32 with tf32 is for the matrix units of a card, and laptop is a processor: set tf32 to false."
+    )
+    assert refusal_of(plan, job, OLD_CARD) == (
+        "tf32 needs a card of compute capability 8.0 or newer, and t4 is older: set tf32 to false."
+    )
+    check(plan, job, dataclasses.replace(OLD_CARD, compute_capability=(8, 0)))
+
+
+def test_the_ranks_share_the_rows_of_a_step_equally() -> None:
+    job = Job(model="tiny", global_batch_size=12, steps=1, max_grad_norm=None)
+    plan = Plan(micro_batch_size=3, sharding=DataParallel(2))
+    assert (plan.ranks, plan.accumulation(12)) == (2, 2)
+    check(plan, job)
+    assert refusal_of(dataclasses.replace(plan, micro_batch_size=4), job) == (
+        "micro_batch_size 4 does not divide global_batch_size 12, of which each of 2 processes has 6: choose one of 6, 3, 2, 1."
+    )
+    assert refusal_of(dataclasses.replace(plan, sharding=DataParallel(5)), job) == (
+        "global_batch_size 12 cannot be shared equally by 5 processes: choose a multiple of 5, or another number of processes."
+    )
+    during = dataclasses.replace(plan, micro_batch_size=6, update=DuringBackward())
+    assert refusal_of(during, job) == (
+        "an update during backward would come before the gradients of 2 processes are averaged: "
+        "update after backward, or train in one process."
+    )
+    assert refusal_of(dataclasses.replace(plan, optimizer_state=OnHost()), job) == (
+        "optimizer state on the host takes each gradient before those of 2 processes are averaged: "
+        "set optimizer_state to on_device, or train in one process."
+    )
