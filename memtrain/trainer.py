@@ -7,15 +7,12 @@ learning rate from schedule.learning_rate.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from memtrain import machine
-from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
-from memtrain.data.rows import Batch, check_row
+from memtrain.data.batches import StepBatches, steps_for
+from memtrain.data.rows import check_row
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
 from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule, approximations
+from memtrain.loop import Loop
 from memtrain.measure import meter
 from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import RunFolder, RunLog
@@ -41,9 +39,7 @@ from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.precision import Fp32, Precision
-from memtrain.recovery import step_until_finite
-from memtrain.run import Run, StepResult, prepare
-from memtrain.schedule import learning_rate
+from memtrain.run import prepare
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.profile import held_by
 from memtrain.units import parse_bytes
@@ -160,8 +156,6 @@ class Trainer:
         if evaluate_every is not None and self.eval_rows is None:
             raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
         self._evaluate_every = evaluate_every
-        # What the speed of a step is given in.
-        self._counts = "tokens" if "input_ids" in self.rows[0] else "rows"
         self._constraints = parse_constraints(constraints or {})
         self.folder = None if run_dir is None else RunFolder(Path(run_dir))
         self._progress = progress
@@ -228,18 +222,17 @@ class Trainer:
         machine.require(self.device)
         choice, log, console = self.choice, RunLog(self.folder), Console(quiet=not self._progress)
         console.print(choice_view(choice), "")
-        batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
-        with self._prepared() as run:
+        with self._prepared() as loop:
             self._has_trained = True
             if self.eval_rows is not None:
-                log.add({"step": 0, "eval_loss": self._evaluate(run)})
-            unit, speed = "tok" if self._counts == "tokens" else "row", 0.0
+                log.add({"step": 0, "eval_loss": loop.evaluate()})
+            unit, speed = "tok" if loop.counts == "tokens" else "row", 0.0
             with TrainingProgress(self.job.steps, self.budget.device_bytes, console, unit) as bar:
                 for step in range(self.job.steps):
-                    row = self._step(run, batches, step)
+                    row = loop.step(step)
                     # The profiler slows the steps that it watches: the speed shown is that of the last one it did not.
-                    if not speed or not self._watches(step):
-                        speed = row[f"{self._counts}_per_second"]
+                    if not speed or not loop.watches(step):
+                        speed = row[f"{loop.counts}_per_second"]
                     bar.update(
                         step + 1,
                         loss=row["loss"],
@@ -248,11 +241,11 @@ class Trainer:
                         peak_bytes=self._meter.peak_bytes,
                     )
                     if self._evaluates_after(step):
-                        row["eval_loss"] = self._evaluate(run)
+                        row["eval_loss"] = loop.evaluate()
                     log.add(row)
-            self._measure_the_end(run)
-        # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
-        unwatched = [row for row in log.steps if not self._watches(int(row["step"]) - 1)] or log.steps
+            self._measure_the_end(loop)
+            # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
+            unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
         comparison = compare(choice, self._meter.side(statistics.median(row["step_seconds"] for row in unwatched)))
         if self.folder is not None:
             self.folder.write_json("comparison.json", comparison.to_dict())
@@ -269,8 +262,8 @@ class Trainer:
         machine.require(self.device)
         if self.eval_rows is None:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
-        with self._prepared() as run:
-            return self._evaluate(run)
+        with self._prepared() as loop:
+            return loop.evaluate()
 
     def save_model(self, folder: str | os.PathLike[str]) -> None:
         """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one.
@@ -301,68 +294,25 @@ class Trainer:
     # ------------------------------------------------------------------ parts of a run
 
     @contextmanager
-    def _prepared(self) -> Iterator[Run]:
-        """The run of the chosen plan; afterwards the model is as it was, but for its weights."""
+    def _prepared(self) -> Iterator[Loop]:
+        """The steps of the chosen plan; afterwards the model is as it was, but for its weights."""
         run = prepare(self.job, self.choice.plan, self.model)
         self._optimizer = run.optimizer
+        ids = self.rows[0].get("input_ids")
         try:
-            yield run
+            yield Loop(
+                job=self.job,
+                run=run,
+                batches=StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed),
+                eval_rows=self.eval_rows,
+                row_tokens=None if ids is None else len(ids),
+                micro_batch_size=self.choice.plan.micro_batch_size,
+                meter=self._meter,
+                device=self.device.kind,
+            )
         finally:
             run.release()
             self._optimizer = None
-
-    def _step(self, run: Run, batches: StepBatches, step: int) -> dict[str, float]:
-        """One optimizer step and what is logged about it.
-
-        Raises:
-            ValueError: the loss is not a finite number; the weights were updated with it.
-        """
-        rate = learning_rate(self.job, step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        started = time.perf_counter()
-        if self._watches(step):
-            with self._meter.window(f"step {step + 1}", Phase.FORWARD):
-                marked = replace(run, update=self._meter.in_update(run.update))
-                result, overflows = self._run_step(marked, batches, step)
-        else:
-            result, overflows = self._run_step(run, batches, step)
-        loss = result.loss.item()
-        seconds = time.perf_counter() - started
-        counted = self.job.global_batch_size * (len(self.rows[0]["input_ids"]) if self._counts == "tokens" else 1)
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of step {step + 1} is {loss} and has spoilt the weights: "
-                f"lower the learning rate of {rate:g}, or look at rows {batches.indices(step)}."
-            )
-        row = {
-            "step": step + 1,
-            "loss": loss,
-            f"{self._counts}_per_second": counted / seconds,
-            "learning_rate": rate,
-            "step_seconds": seconds,
-        }
-        if result.grad_norm is not None:
-            row["grad_norm"] = result.grad_norm.item()
-        if run.scaler.is_enabled():
-            row |= {"loss_scale": run.scaler.get_scale(), "overflows": overflows}
-        return row
-
-    def _run_step(self, run: Run, batches: StepBatches, step: int) -> tuple[StepResult, int]:
-        """The step, and how often its gradient overflowed first."""
-
-        def micro_batches() -> list[Batch]:
-            return list(self._on_device(batches.micro_batches(step, self.choice.plan.micro_batch_size)))
-
-        return step_until_finite(run, micro_batches, step + 1, batches.indices(step))
-
-    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            yield {name: tensor.to(self.device.kind) for name, tensor in batch.items()}
-
-    def _watches(self, step: int) -> bool:
-        """Whether the profiler measures a step (from 0): the first two stand for all, the last shows that they did."""
-        return step < 2 or step == self.job.steps - 1
 
     def _evaluates_after(self, step: int) -> bool:
         """Whether the run evaluates after a step (from 0)."""
@@ -371,16 +321,10 @@ class Trainer:
         every = self._evaluate_every
         return step == self.job.steps - 1 or (every is not None and (step + 1) % every == 0)
 
-    def _evaluate(self, run: Run) -> float:
-        assert self.eval_rows is not None
-        return run.evaluate(self._on_device(evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size))).item()
-
-    def _measure_the_end(self, run: Run) -> None:
-        """Measure evaluation beside the optimizer state, over the two batches that stand for all, and saving."""
+    def _measure_the_end(self, loop: Loop) -> None:
+        """Measure evaluation and saving beside the optimizer state."""
         if self.eval_rows is not None:
-            with self._meter.window("evaluate", Phase.EVALUATE):
-                batches = evaluation_batches(self.eval_rows, self.choice.plan.micro_batch_size)
-                run.evaluate(self._on_device(islice(batches, 2)))
+            loop.measure_evaluation()
         if self.folder is not None:
             with self._meter.window("save", Phase.SAVE):
                 self.save_model(self.folder.path / "model")

@@ -30,6 +30,7 @@ LAYERS = (
     ("memtrain.trace",),
     ("memtrain.planner",),
     ("memtrain.report", "memtrain.measure", "memtrain.recovery"),
+    ("memtrain.loop",),
     ("memtrain.trainer",),
     ("memtrain.schema",),
     ("memtrain.config",),
