@@ -22,7 +22,7 @@ from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, bitsandbyte
 from memtrain.features.chunked_loss import chunk_loss_
 from memtrain.features.host_state import step_on_host, update_on_host_
 from memtrain.features.lion import lion
-from memtrain.features.loss_scale import loss_scaler, no_scaler, update_unscaled
+from memtrain.features.loss_scale import loss_factor, loss_scaler, no_scaler, update_unscaled
 from memtrain.features.muon import muon
 from memtrain.features.optimizers import adafactor, adam, adamw, sgd
 from memtrain.features.recompute import recompute_blocks_, recompute_first_, recompute_selectively_
@@ -128,6 +128,7 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     check(plan, job)
     _check_model(plan, job, model)
     what = objective(model)
+    scaler = _scaler(job.precision, model)
     update: Callable[[], Tensor | None]
     undo = ExitStack()
     try:
@@ -138,14 +139,14 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         try:
             undo.callback(_recompute_(plan.activations, model))
             if isinstance(plan.loss, ChunkedLogits):
-                undo.callback(chunk_loss_(model, plan.loss.chunk_tokens))
+                factor = loss_factor(scaler, model, plan.micro_batch_size / job.global_batch_size)
+                undo.callback(chunk_loss_(model, plan.loss.chunk_tokens, factor))
             undo.callback(_compute_in_(job.precision, model))
             optimizer = _optimizer(job, plan, model)
         except ValueError as refusal:
             raise PlanRefused(str(refusal)) from refusal
         optimizer.zero_grad(set_to_none=True)
         undo.callback(optimizer.zero_grad, set_to_none=True)
-        scaler = _scaler(job.precision, model)
         step = _step_of_one(job.precision, optimizer)
         if isinstance(plan.update, DuringBackward):
             on_host = isinstance(plan.optimizer_state, OnHost)

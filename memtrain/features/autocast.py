@@ -42,8 +42,13 @@ def autocast_(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def tf32_() -> Callable[[], None]:
-    """Let cards round the inputs of fp32 products and convolutions to TF32. For this process; returns the undoing."""
-    chosen = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    """Let cards round the inputs of fp32 products and convolutions to TF32. For this process; returns the undoing.
+
+    torch allows it for convolutions from the start. Where its newer settings and its older ones (``allow_tf32``) disagree,
+    as they may in between, it refuses to read the older.
+    """
+    cudnn: Any = torch.backends.cudnn
+    chosen = [torch.backends.cuda.matmul, cudnn.conv]
     before = [backend.fp32_precision for backend in chosen]
     for backend in chosen:
         backend.fp32_precision = "tf32"

@@ -6,6 +6,11 @@ place and are gone before the next chunk. Frees 2 to 3 × 4 B × tokens × vocab
 the gradients are computed in forward, only the gradients of hidden states and head held from there to backward. Equal to
 the whole form up to the rounding of sums. The idea is that of Liger (arXiv 2410.10989) and Cut Cross-Entropy (arXiv
 2411.09009).
+
+Under torch.autocast the products run in its type, as those of the whole form do. Each chunk's share of a gradient is rounded
+to that type and added in the type of the tensor, so that many chunks round no more than one; this costs a read and a write of
+the head's gradient for each chunk. A weight's gradient then differs from that of the whole form, in norm, by at most twice the
+relative precision of the type. Gradients in float16 are computed at the size that backward gives them: see ``factor``.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from memtrain.data.rows import IGNORED
 from memtrain.features.replace import replace_
 from memtrain.models.objective import predicts_next_token
 
+# Rows of the head's gradient that exist a second time, in the type of the products, where that is another.
+_ROWS = 16384
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross-entropies of ``hidden @ weight.T + bias`` against ``target``."""
@@ -35,17 +43,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         target: Tensor,  # (tokens,), IGNORED where nothing counts
         chunk_tokens: int,
         differentiate: bool,
+        factor: Tensor | None,  # scalar
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         wanted = [needed and differentiate for needed in ctx.needs_input_grad[:3]]
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight) if wanted[1] else None
         d_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+        cast = _cast_of(hidden.device.type)
+        weight, bias = cast(weight), None if bias is None else cast(bias)
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             d_chunk = None if d_hidden is None else d_hidden[chunk]
-            total.add_(_add_chunk(hidden[chunk], weight, bias, target[chunk], d_chunk, d_weight, d_bias))
-        ctx.gradients = (d_hidden, d_weight, d_bias)
+            total.add_(_add_chunk(cast(hidden[chunk]), weight, bias, target[chunk], factor, d_chunk, d_weight, d_bias))
+        ctx.gradients, ctx.factor = (d_hidden, d_weight, d_bias), factor
         return total
 
     @staticmethod
@@ -53,7 +64,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss frees its gradients in backward, so backward runs once: call forward again.")
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients), None, None, None)
+        rest = d_loss if ctx.factor is None else d_loss / ctx.factor
+        return (*(None if gradient is None else gradient.mul_(rest) for gradient in gradients), None, None, None, None)
+
+
+def _cast_of(device_type: str) -> Callable[[Tensor], Tensor]:
+    """What autocast does to the inputs of a product: nothing where it is off."""
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return lambda tensor: tensor
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda tensor: tensor.to(dtype)
 
 
 def _add_chunk(
@@ -61,11 +81,12 @@ def _add_chunk(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    factor: Tensor | None,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> Tensor:
-    """The summed loss of one chunk, its gradients added to those given.
+    """The summed loss of one chunk, its gradients, times ``factor``, added to those given.
 
     A function of its own, so that the logits of one chunk are gone when those of the next are made.
     """
@@ -80,19 +101,33 @@ def _add_chunk(
     if d_hidden is None and d_weight is None and d_bias is None:
         return loss
     # From here on `logits` holds their own gradient: softmax - one_hot, 0 where nothing counts.
-    logits.div_(normaliser).scatter_add_(-1, label, torch.full_like(normaliser, -1.0)).mul_(counted.unsqueeze(-1))
+    size = counted if factor is None else counted * factor
+    logits.div_(normaliser).scatter_add_(-1, label, torch.full_like(normaliser, -1.0)).mul_(size.unsqueeze(-1))
     d_logits = logits.to(hidden.dtype)
     if d_hidden is not None:
-        torch.mm(d_logits, weight, out=d_hidden)
+        if d_hidden.dtype == weight.dtype:
+            torch.mm(d_logits, weight, out=d_hidden)
+        else:
+            d_hidden.copy_(torch.mm(d_logits, weight))
     if d_weight is not None:
-        d_weight.addmm_(d_logits.t(), hidden)
+        if d_weight.dtype == hidden.dtype:
+            d_weight.addmm_(d_logits.t(), hidden)
+        else:
+            for rows, columns in zip(d_weight.split(_ROWS), d_logits.split(_ROWS, dim=1), strict=True):
+                rows.add_(torch.mm(columns.t(), hidden))
     if d_bias is not None:
-        d_bias.add_(d_logits.sum(dim=0))
+        d_bias.add_(d_logits.sum(dim=0, dtype=d_bias.dtype))
     return loss
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, chunk_tokens: int = 1024
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int = 1024,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """The summed cross-entropy of a linear head, a scalar in fp32.
 
@@ -102,15 +137,23 @@ def chunked_cross_entropy(
         target: (tokens,) int64 labels; IGNORED counts nothing.
         bias: (vocabulary,) of the head.
         chunk_tokens: tokens whose logits exist at once.
+        factor: a scalar not 0, about the gradient that backward will bring. Gradients are computed in forward at this size
+            instead of 1, so that in float16 small ones are not rounded to 0; the gradients that come out do not depend on it
+            but for rounding.
     """
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, target, chunk_tokens, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, target, chunk_tokens, torch.is_grad_enabled(), factor)
     return loss
 
 
-def chunk_loss_(model: nn.Module, chunk_tokens: int) -> Callable[[], None]:
+def chunk_loss_(model: nn.Module, chunk_tokens: int, factor: Callable[[], Tensor] | None = None) -> Callable[[], None]:
     """Compute the loss of a transformers causal language model in chunks wherever it is given labels. In place.
 
     Without labels the model answers with logits as before; with labels its ``logits`` are None. Returns the undoing.
+
+    Args:
+        factor: asked in each forward that wants gradients, what the mean loss will be multiplied by before backward, a
+            scalar (a loss scale, the share of a micro-batch). With it, gradients in float16 are computed at the size that
+            they have in the whole form; not needed for types of a wider range.
 
     Raises:
         ValueError: the model's loss is not that of a plain linear head (it says why); keep the whole logits.
@@ -118,7 +161,7 @@ def chunk_loss_(model: nn.Module, chunk_tokens: int) -> Callable[[], None]:
     reason = refusal(model)
     if reason is not None:
         raise ValueError(f"the loss of {type(model).__name__} cannot be chunked, {reason}: keep the whole logits.")
-    return _chunk(model, chunk_tokens)
+    return _chunk(model, chunk_tokens, factor)
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -142,7 +185,7 @@ def refusal(model: nn.Module) -> str | None:
     return "its head changes the logits before the loss (a cap, a scale) and the chunks would not"
 
 
-def _chunk(model: Any, chunk_tokens: int) -> Callable[[], None]:
+def _chunk(model: Any, chunk_tokens: int, factor: Callable[[], Tensor] | None = None) -> Callable[[], None]:
     head: nn.Linear = model.get_output_embeddings()
     whole_forward = model.forward
 
@@ -151,8 +194,10 @@ def _chunk(model: Any, chunk_tokens: int) -> Callable[[], None]:
         # shifted copy of these would be as large as one layer's activation.
         target = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         hidden = logits.reshape(-1, logits.shape[-1])
-        total = chunked_cross_entropy(hidden, head.weight, target, bias=head.bias, chunk_tokens=chunk_tokens)
-        return total / (target != IGNORED).sum()
+        count = (target != IGNORED).sum()
+        size = None if factor is None or not torch.is_grad_enabled() else factor() / count
+        total = chunked_cross_entropy(hidden, head.weight, target, bias=head.bias, chunk_tokens=chunk_tokens, factor=size)
+        return total / count
 
     @functools.wraps(whole_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -211,6 +256,8 @@ def _loss_of_stand_in(model: Any, head: nn.Linear, chunk_tokens: int | None) -> 
         _chunk(stand_in, chunk_tokens)
     labels = torch.tensor([[1, 2, IGNORED, 3, 0, 2]]) % head.out_features
     labels[0, 2] = IGNORED
-    loss = stand_in(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
-    loss.backward()
+    # In fp32, whatever the caller trains in: 16 bits would hide a cap, or pass for one.
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = stand_in(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
+        loss.backward()
     return tuple(tensor.detach() for tensor in (loss, hidden.grad, *(parameter.grad for parameter in narrow.parameters())))

@@ -26,6 +26,18 @@ def no_scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", enabled=False)
 
 
+def loss_factor(scaler: torch.amp.GradScaler, model: nn.Module, share: float) -> Callable[[], Tensor] | None:
+    """What a micro-batch's mean loss is multiplied by before backward, a scalar on the model's device; None without a scale.
+
+    Args:
+        share: of the micro-batch in the step's rows.
+    """
+    if not scaler.is_enabled():
+        return None
+    # The scaler's own way to its scale that does not wait for the device.
+    return lambda: scaler.scale(torch.full((), share, device=next(model.parameters()).device))
+
+
 def update_unscaled(
     optimizer: torch.optim.Optimizer, max_grad_norm: float | None, scaler: torch.amp.GradScaler
 ) -> Callable[[], Tensor | None]:

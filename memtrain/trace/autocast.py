@@ -1,11 +1,12 @@
-"""Autocast of NVIDIA cards, emulated for data-less tensors.
+"""Autocast of processors and NVIDIA cards, emulated for data-less tensors.
 
-The C++ autocast acts at a dispatch key of CUDA tensors, which data-less ones do not carry. Here the same cast lists act at
-the key of the kernel table (kernels.py), and ``torch.autocast`` itself is led to keep its state under a device that no
+The C++ autocast acts at a dispatch key of the device's tensors, which data-less ones do not carry. Here the same cast lists
+act at the key of the kernel table (kernels.py), and ``torch.autocast`` itself is led to keep its state under a device that no
 tensor is on (``hpu``), so nesting, the data type in force, and what checkpointing restores for recomputation are torch's own.
+Small tensors of known value are ordinary processor tensors; since no autocast of the processor is on, none casts them.
 
-Sources: ATen/autocast_mode.h (lists and policies) and ATen/autocast_mode.cpp (the cache). tests/cpu/test_autocast.py holds
-the lists against those of the installed torch.
+Sources: ATen/autocast_mode.h (policies, the lists of cards) and ATen/autocast_mode.cpp (the cache, the lists of processors).
+tests/cpu/test_autocast.py holds the lists against those of the installed torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ aten = torch.ops.aten
 _DRIVER = "hpu"
 # Before it is led elsewhere.
 _is_enabled = torch.is_autocast_enabled
-_STANDS_FOR = ("cuda", "meta")
 
 Call = tuple[Any, list[Any], dict[str, Any]]
 """An operator with its arguments."""
@@ -120,14 +120,14 @@ def _is_eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta and value.is_floating_point() and value.dtype is not torch.float64
 
 
-# ---------------------------------------------------------------------- the lists of CUDA
+# ---------------------------------------------------------------------- the lists
 
 
 def _listed(names: str, policy: Policy) -> dict[str, Policy]:
     return dict.fromkeys(names.split(), policy)
 
 
-_EVERY_POLICY: dict[str, Policy] = {
+_ON_CARDS: dict[str, Policy] = {
     **_listed(
         "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
         "conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul "
@@ -161,10 +161,46 @@ _EVERY_POLICY: dict[str, Policy] = {
     **_listed("binary_cross_entropy", banned),
 }
 
-# Torch adds to the lists: what the one that is installed does not act on is not cast.
-_ACTED_ON = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")}
-CUDA_POLICIES = {name: policy for name, policy in _EVERY_POLICY.items() if name in _ACTED_ON}
-"""What AutocastCUDA does to each operator, named as ``name`` or ``name.overload`` of the ATen namespace."""
+_ON_PROCESSORS: dict[str, Policy] = {
+    **_listed(
+        "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm "
+        "_addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention _native_multi_head_attention",
+        lower_precision,
+    ),
+    **_listed(
+        "avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile quantile.scalar nanquantile "
+        "nanquantile.scalar stft stft.center cdist grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d trace "
+        "view_as_complex cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d "
+        "max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d "
+        "replication_pad2d replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss "
+        "poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss "
+        "triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div multilabel_margin_loss "
+        "binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft "
+        "fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_cond.p_str linalg_matrix_rank "
+        "linalg_matrix_rank.tol_tensor linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.atol_rtol_float "
+        "linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv "
+        "linalg_householder_product linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf "
+        "_lu_with_info qr svd triangular_solve fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d "
+        "multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_lstsq "
+        "linalg_inv_ex",
+        single_precision,
+    ),
+    **_listed("stack cat index_copy", widest),
+}
+
+
+def _acted_on(policies: Mapping[str, Policy], key: str) -> dict[str, Policy]:
+    """Torch adds to the lists: what the one that is installed does not act on is not cast."""
+    registered = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+    return {name: policy for name, policy in policies.items() if name in registered}
+
+
+POLICIES: dict[str, dict[str, Policy]] = {
+    "cpu": _acted_on(_ON_PROCESSORS, "AutocastCPU"),
+    "cuda": _acted_on(_ON_CARDS, "AutocastCUDA"),
+}
+"""By kind of device, what its autocast does to each operator, named ``name`` or ``name.overload`` of the ATen namespace."""
 
 
 def _name(operator: Any) -> str:
@@ -201,10 +237,10 @@ def casts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Itera
 
 
 @contextmanager
-def emulated(policies: Mapping[str, Policy] = CUDA_POLICIES) -> Iterator[None]:
-    """Let ``torch.autocast`` for "cuda", and for the device of data-less tensors, act on these by ``policies``.
+def emulated(kind: str) -> Iterator[None]:
+    """Let ``torch.autocast`` for this kind of device, and for that of data-less tensors, act on these as it does there.
 
-    It needs no CUDA build. What asks torch about autocast gets the answer that it would get on the card.
+    It needs no CUDA build. What asks torch about autocast gets the answer that it would get on the device.
     """
     global _policies
     autocast: Any = torch.amp.autocast_mode.autocast
@@ -212,7 +248,7 @@ def emulated(policies: Mapping[str, Policy] = CUDA_POLICIES) -> Iterator[None]:
     enabled, dtype_of, available = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.amp.is_autocast_available
 
     def driver(device: str) -> str:
-        return _DRIVER if device in _STANDS_FOR else device
+        return _DRIVER if device in (kind, "meta") else device
 
     def led_init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         init(self, driver(device_type), *args, **kwargs)
@@ -230,10 +266,12 @@ def emulated(policies: Mapping[str, Policy] = CUDA_POLICIES) -> Iterator[None]:
         *_transformers(),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    before = (_policies, enabled(_DRIVER), dtype_of(_DRIVER))
-    _policies = policies
-    torch.set_autocast_enabled(_DRIVER, enabled("cuda"))
-    torch.set_autocast_dtype(_DRIVER, dtype_of("cuda"))
+    before = (_policies, enabled(_DRIVER), dtype_of(_DRIVER), _is_enabled(kind))
+    _policies = POLICIES[kind]
+    torch.set_autocast_dtype(_DRIVER, dtype_of(kind))
+    torch.set_autocast_enabled(_DRIVER, enabled(kind))
+    # The real one would cast the small tensors that stand for known values.
+    torch.set_autocast_enabled(kind, False)
     for owner, name, substitute in replaced:
         setattr(owner, name, substitute)
     try:
@@ -244,11 +282,12 @@ def emulated(policies: Mapping[str, Policy] = CUDA_POLICIES) -> Iterator[None]:
         _policies = before[0]
         torch.set_autocast_enabled(_DRIVER, before[1])
         torch.set_autocast_dtype(_DRIVER, before[2])
+        torch.set_autocast_enabled(kind, before[3])
         _cache.clear()
 
 
 def _transformers() -> list[tuple[Any, str, Any]]:
-    """Its ``maybe_autocast`` leaves out data-less tensors, which here stand for those of a card.
+    """Its ``maybe_autocast`` leaves out data-less tensors, which here stand for those of the device.
 
     Models hold the function by name, so its code is replaced.
     """

@@ -16,13 +16,13 @@ A table has three parts, and there is one per kind of device (kernels_cpu.py, ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from memtrain.device import Cuda, Device
+from memtrain.device import Device
 from memtrain.trace import autocast, kernels_cpu, kernels_cuda
 from memtrain.trace.layouts import tensors_in
 
@@ -94,8 +94,7 @@ def _dispatch(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
 def kernels_of(device: Device) -> Iterator[None]:
     """Let data-less tensors take the paths of ``device`` inside, and autocast act on them as it does there."""
     _register(_KERNELS[device.kind])
-    if isinstance(device, Cuda):
-        _register(autocast.operators_of(autocast.CUDA_POLICIES))
+    _register(autocast.operators_of(autocast.POLICIES[device.kind]))
     before = dict(_active)
     _active.clear()
     _active.update({operator: partial(row, device) for operator, row in _KERNELS[device.kind].items()})
@@ -103,7 +102,7 @@ def kernels_of(device: Device) -> Iterator[None]:
     enabled = torch.is_autocast_enabled("ipu")
     torch.set_autocast_enabled("ipu", True)
     try:
-        with torch._C._IncludeDispatchKeyGuard(_KEY), autocast.emulated() if isinstance(device, Cuda) else nullcontext():
+        with torch._C._IncludeDispatchKeyGuard(_KEY), autocast.emulated(device.kind):
             yield
     finally:
         torch.set_autocast_enabled("ipu", enabled)

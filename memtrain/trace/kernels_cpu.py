@@ -3,8 +3,8 @@
 See kernels.py for what the three parts of a table are. A row that is no longer needed makes its test fail
 (tests/cpu/test_kernels.py and test_kernels_cpu.py).
 
-Missing: what oneDNN takes inside a product of bfloat16 matrices, which depends on the processor; recurrent layers;
-convolutions.
+Missing: what oneDNN takes inside a product of bfloat16 matrices, which depends on the processor and not on how large they
+are (up to a few megabytes); recurrent layers; convolutions.
 """
 
 from __future__ import annotations
@@ -142,9 +142,18 @@ def _statistics_of_the_inputs_type(result: Any, input: Tensor, shape: Any, weigh
     return (out, *(torch.empty_strided(one.shape, one.stride(), dtype=input.dtype, device="meta") for one in statistics))
 
 
+def _statistics_of_the_weights_type(result: Any, input: Tensor, weight: Tensor | None, *_: Any) -> Any:
+    """Mean and rstd of groups have the weight's type where the input has another: param_scalar_type in mixed_data_type.h."""
+    if weight is None or weight.dtype == input.dtype:
+        return result
+    out, *statistics = result
+    return (out, *(torch.empty_like(one, dtype=weight.dtype) for one in statistics))
+
+
 RESULTS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm: _statistics_of_the_inputs_type,
     aten.native_layer_norm_backward: contiguous_first,
+    aten.native_group_norm: _statistics_of_the_weights_type,
     aten.native_group_norm_backward: _first_like_input,
     aten.mse_loss: _reduced_in_place,
     aten.smooth_l1_loss: _reduced_in_place,

@@ -29,6 +29,8 @@ _MOST_FLOATS, _MOST_INTEGERS = 1 << 16, 1 << 22
 _LIKE = {aten.ones_like, aten.zeros_like, aten.full_like, aten.new_ones, aten.new_zeros, aten.new_full}
 # Kernels that update parameters in place and return nothing that is new; meta has none of them.
 _FUSED = {aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_, aten._fused_adagrad_}
+# What a scaled loss asks of its gradients: a flag of the last but one argument is set where one is not finite.
+_FINITE = aten._amp_foreach_non_finite_check_and_unscale_
 _INDEX = {aten.index, aten._unsafe_index}
 # The shape of these depends on the values of the second argument only.
 _SELECT = {*_INDEX, aten.masked_select}
@@ -151,6 +153,10 @@ class Values:
     def _keep_or_forget(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         """After an operator in place: a value was updated with it, or is not known any more."""
         if value is not None:
+            return
+        if func._overloadpacket is _FINITE:
+            # The flag goes on saying that all are: the update that is taken is what needs memory, one left out needs less.
+            self._forget(args[0])
             return
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,10 +1,10 @@
-"""Autocast on data-less tensors: the lists of CUDA against torch's own, the mechanism against real runs on a processor."""
+"""Autocast on data-less tensors: its lists against torch's own, the mechanism against real runs on a processor."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from toys import CASES, batch
 
-from memtrain.device import Cpu
-from memtrain.trace import autocast, kernels
+from memtrain.device import Cpu, Cuda
+from memtrain.trace import autocast
 from memtrain.trace.kernels import kernels_of
 from memtrain.trace.record import Recorder
 from memtrain.trace.simulate import DatalessRecorder
@@ -28,16 +28,66 @@ HALF = torch.bfloat16
 TO_COPY = "aten._to_copy.default"
 CPU = Cpu(name="cpu", threads=1, flops_per_second=1e11, bytes_per_second=1e10, operator_seconds=1e-5)
 
-# ---------------------------------------------------------------------------------------------- the lists of CUDA
+# ---------------------------------------------------------------------------------------------- the lists
 
 
-def test_the_lists_name_what_autocast_of_cuda_acts_on() -> None:
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+@pytest.mark.parametrize(("kind", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
+def test_the_lists_name_what_autocast_acts_on(kind: str, key: str) -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     # Builds with CUDA register these beside the lists: recurrent layers are refused, and no layer takes the root of a matrix.
     beside = {"_cudnn_rnn", "linalg_matrix_sqrth"}
     # Named dimensions, which torch has given up.
     named = {name.removeprefix("aten::") for name in registered if "dimname" in name.lower() or "names_" in name}
-    assert set(autocast.CUDA_POLICIES) == {name.removeprefix("aten::") for name in registered} - beside - named
+    assert set(autocast.POLICIES[kind]) == {name.removeprefix("aten::") for name in registered} - beside - named
+
+
+class Casts(TorchDispatchMode):
+    """The casts that run before any other operator; that one is where it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) != TO_COPY:
+            raise InterruptedError
+        out = func(*args, **kwargs)
+        self.seen.append((out.dtype, tuple(out.shape)))
+        return out
+
+
+def first_casts(operator: Any, letters: str, device: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """What autocast of processors casts for an operator on inputs of these types in turn, each of another shape."""
+    types = itertools.cycle(letters)
+    sizes = itertools.count(2)
+
+    def tensor() -> Tensor:
+        return torch.zeros(next(sizes), dtype=TYPES[next(types)], device=device)
+
+    def made(kind: str) -> Any:
+        if "Tensor" in kind:
+            return [tensor(), tensor()] if kind.startswith("List") else tensor()
+        plain = {"int": 1, "float": 0.5, "bool": False, "number": 1, "str": "none"}
+        return [1] if kind.startswith("List") else plain.get(kind)
+
+    schema = operator._schema
+    wanted = [one for one in schema.arguments if not one.has_default_value()]
+    args = [made(str(one.type)) for one in wanted if not one.kwarg_only]
+    kwargs = {one.name: made(str(one.type)) for one in wanted if one.kwarg_only}
+    # Kernels never run, and some operators refuse such inputs; what they cast comes before.
+    with torch.no_grad(), torch.autocast("cpu", dtype=HALF), Casts() as casts, suppress(Exception):
+        operator(*args, **kwargs)
+    return casts.seen
+
+
+@pytest.mark.parametrize("name", autocast.POLICIES["cpu"])
+def test_an_operator_casts_as_it_does_on_a_processor(name: str) -> None:
+    (operator,) = autocast.operators_of({name: autocast.lower_precision})
+    real = [first_casts(operator, letters, "cpu") for letters in ("f", "h", "fh", "hf", "d")]
+    with kernels_of(CPU):
+        emulated = [first_casts(operator, letters, "meta") for letters in ("f", "h", "fh", "hf", "d")]
+    assert emulated == real
+    assert any(real), f"nothing was cast for {name}, so nothing was compared"
 
 
 # Per operator of each list, shapes and types of its inputs; "h" is bfloat16, "f" float32, "d" float64.
@@ -104,7 +154,7 @@ def operators(run: Callable[..., object], inputs: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_an_operator_casts_as_it_does_on_a_card(name: str) -> None:
+def test_an_operator_of_the_lists_of_cards_casts_as_it_does_there(name: str) -> None:
     run, shapes = LISTED[name]
 
     def inputs(device: str) -> list[Any]:
@@ -200,26 +250,27 @@ def test_everything_is_undone_when_the_inside_fails() -> None:
     assert (weight @ weight).dtype is torch.float32
 
 
-def test_tensors_with_data_are_not_cast() -> None:
-    with kernels_of(card()), torch.autocast("cuda", dtype=HALF):
+@pytest.mark.parametrize("device", [CPU, card()], ids=["cpu", "cuda"])
+def test_tensors_with_data_are_not_cast(device: Cpu | Cuda) -> None:
+    with kernels_of(device), torch.autocast(device.kind, dtype=HALF):
+        assert (torch.ones(2, 2, device="meta") @ torch.ones(2, 2, device="meta")).dtype is HALF
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
+def test_autocast_of_a_processor_that_is_on_already_stays_on_for_data_less_tensors_alone() -> None:
+    real, dataless = torch.ones(2, 2), torch.ones(2, 2, device="meta")
+    with torch.autocast("cpu", dtype=torch.float16):
+        with kernels_of(CPU):
+            assert [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled()] == [True, False]
+            assert [(tensor @ tensor).dtype for tensor in (real, dataless)] == [torch.float32, torch.float16]
+            with kernels_of(CPU):
+                assert [(tensor @ tensor).dtype for tensor in (real, dataless)] == [torch.float32, torch.float16]
+            assert [(tensor @ tensor).dtype for tensor in (real, dataless)] == [torch.float32, torch.float16]
+        assert [(tensor @ tensor).dtype for tensor in (real, dataless)] == [torch.float16, torch.float32]
+    assert not torch.is_autocast_enabled("cpu")
+
+
 # ---------------------------------------------------------------------------------------------- against real runs
-
-
-def policies_of_cpu() -> dict[str, autocast.Policy]:
-    """The lists of processors, named here for these tests alone (AutocastCPU in ATen/autocast_mode.cpp)."""
-    lower = (
-        *("conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "_convolution.deprecated"),
-        *("conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "mkldnn_rnn_layer", "prelu"),
-        *("bmm", "mm", "linalg_vecdot", "baddbmm", "addmm", "_addmm_activation", "addbmm", "linear", "matmul"),
-        *("scaled_dot_product_attention", "_native_multi_head_attention"),
-    )
-    widest = ("stack", "cat", "index_copy")
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-    single = dict.fromkeys((name.removeprefix("aten::") for name in registered), autocast.single_precision)
-    return {**single, **dict.fromkeys(lower, autocast.lower_precision), **dict.fromkeys(widest, autocast.widest)}
 
 
 def real_and_emulated(make: Callable[[str], Callable[[str], object]]) -> tuple[list[Any], list[Any]]:
@@ -227,14 +278,8 @@ def real_and_emulated(make: Callable[[str], Callable[[str], object]]) -> tuple[l
     listed = []
     for device in ("cpu", "meta"):
         run = make(device)
-        policies = policies_of_cpu()
-        kernels._register(autocast.operators_of(policies))
         dataless = device == "meta"
-        with (
-            kernels_of(CPU) if dataless else nullcontext(),
-            autocast.emulated(policies) if dataless else nullcontext(),
-            DatalessRecorder(CPU) if dataless else Recorder() as recorder,
-        ):
+        with kernels_of(CPU) if dataless else nullcontext(), DatalessRecorder(CPU) if dataless else Recorder() as recorder:
             recorder.mark("step 1")
             run(device)
         listed.append(events(recorder.trace()))

@@ -180,6 +180,21 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("factor", [0.75, 1024.0])
+def test_the_factor_does_not_change_the_gradients(factor: float) -> None:
+    hidden, weight, bias = parts()
+    target = torch.tensor(LABELS["the first is ignored"])
+    expected, loss = (
+        chunked_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=3, factor=given)
+        for given in (None, torch.tensor(factor))
+    )
+    assert torch.equal(loss, expected)
+    for found, wanted in zip(
+        gradients(loss / 3, hidden, weight, bias), gradients(expected / 3, hidden, weight, bias), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
 # ---------------------------------------------------------------------------------------------- on a model
 
 
@@ -241,7 +256,32 @@ def test_a_forward_that_raises_leaves_head_and_loss_in_place() -> None:
     assert torch.equal(model(input_ids=rows["input_ids"]).logits, expected)
 
 
+def test_the_factor_is_asked_once_in_a_forward_that_wants_gradients_and_divided_by_the_tokens_that_count() -> None:
+    model, rows = causal(), batch(CASES["llama"], 2)
+    asked: list[Tensor] = []
+
+    def factor() -> Tensor:
+        asked.append(torch.tensor(1024.0))
+        return asked[-1]
+
+    chunk_loss_(model, 8, factor)
+    with torch.no_grad():
+        model(**rows)
+    assert not asked
+    loss = model(**rows).loss
+    assert len(asked) == 1
+    (summed, _), *_ = loss.grad_fn.next_functions
+    assert torch.equal(summed.factor, asked[0] / (rows["labels"][:, 1:] != IGNORED).sum())
+
+
 # ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_proof_does_not_depend_on_autocast(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        assert refusal(causal()) is None
+        assert refusal(capped()) == CHANGED
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2_with_dropout"])

@@ -37,6 +37,7 @@ RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
         "input across": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True]),
         "only the input's gradient": (ACROSS, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, False, False]),
     },
+    aten.native_group_norm: {"in 16 bits with a weight of 32": (IMAGE.bfloat16(), WEIGHT, WEIGHT, 2, 6, 25, 3, 1e-5)},
     aten.native_group_norm_backward: {
         "gradient with channels last": (LAST, IMAGE, *GROUPS, [True, True, True]),
         "input with channels last": (IMAGE, LAST, *GROUPS, [True, False, False]),
@@ -56,6 +57,8 @@ PLAIN_RESULTS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.native_layer_norm, (HALF, [6], WEIGHT, WEIGHT, 1e-5)),
     (aten.native_layer_norm_backward, (INPUT, INPUT, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True])),
     (aten.native_layer_norm_backward, (INPUT, ACROSS, [6], MEAN, MEAN, WEIGHT, WEIGHT, [False, True, True])),
+    (aten.native_group_norm, (IMAGE, WEIGHT, WEIGHT, 2, 6, 25, 3, 1e-5)),
+    (aten.native_group_norm, (IMAGE.bfloat16(), None, None, 2, 6, 25, 3, 1e-5)),
     (aten.native_group_norm_backward, (IMAGE, IMAGE, *GROUPS, [True, True, True])),
     (aten.native_group_norm_backward, (LAST, IMAGE, *GROUPS, [False, True, True])),
     (aten.mse_loss, (INPUT, INPUT, 0)),

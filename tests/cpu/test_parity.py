@@ -20,8 +20,10 @@ from memtrain.models.build import weight_dtype
 from memtrain.plan import (
     POLICIES,
     ChunkedLogits,
+    DataParallel,
     DuringBackward,
     EightBit,
+    FlashAttention,
     Foreach,
     OnHost,
     Paged,
@@ -54,8 +56,13 @@ UNSUITED = {
     "bert_masked_lm": (RecomputeMlp,),
     "plain_module": (RecomputeAttention, RecomputeMlp),
 }
-# What cannot run on a processor, with the reason; where its state would lie is held by tests/cpu/test_managed.py.
-CARD_ONLY = dict.fromkeys((Paged, PagedEightBit), "bitsandbytes pages on a card only, and warns on a processor")
+# What cannot run in one process on a processor, with the reason and the test that holds it instead.
+ELSEWHERE = {
+    Paged: "bitsandbytes pages on a card only: tests/cpu/test_managed.py",
+    PagedEightBit: "bitsandbytes pages on a card only: tests/cpu/test_managed.py",
+    FlashAttention: "flash-attn runs on a card only: tests/cpu/test_attention.py",
+    DataParallel: "takes several processes: tests/cpu/test_data_parallel.py",
+}
 
 
 def settings(policy: type) -> list[Any]:
@@ -70,7 +77,7 @@ def plans() -> dict[Plan, Job]:
     for field, policies in POLICIES.items():
         for policy in itertools.chain.from_iterable(map(settings, policies)):
             for size in (2, 4):
-                plan = Plan(micro_batch_size=size, **{field: policy})
+                plan = Plan(micro_batch_size=size // getattr(policy, "ranks", 1), **{field: policy})
                 clips = None if field == "update" else 1.0
                 if field != "update" or size == 4:
                     found[plan] = Job(model="toy", global_batch_size=4, steps=2, max_grad_norm=clips, allow=allow)
@@ -82,10 +89,15 @@ def plans() -> dict[Plan, Job]:
     return found
 
 
+def held_elsewhere(plan: Plan) -> str | None:
+    """Why a plan is not run here, None where it is."""
+    return next((ELSEWHERE[policy] for field in POLICIES if (policy := type(getattr(plan, field))) in ELSEWHERE), None)
+
+
 def cases() -> Iterator[Any]:
     """A plan and its job, skipped where no processor runs it."""
     for plan, job in plans().items():
-        reason = CARD_ONLY.get(type(plan.optimizer_state))
+        reason = held_elsewhere(plan)
         yield pytest.param(plan, job, id=str(plan), marks=[pytest.mark.skip(reason)] if reason else [])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import CARD_ONLY, EVALUATION_ROWS, UNSUITED, plans, shapes_of
+from test_parity import EVALUATION_ROWS, UNSUITED, held_elsewhere, plans, shapes_of
 from toys import CASES, batch
 
 from memtrain.device import Cpu
@@ -61,7 +61,7 @@ def test_gradients_and_state_are_told_from_temporaries() -> None:
 def cases() -> Iterator[Any]:
     """Every model with every plan that keeps its state on the device, and one model with the others, since watching is slow."""
     for plan, job in plans().items():
-        if type(plan.optimizer_state) not in CARD_ONLY:
+        if held_elsewhere(plan) is None:
             # Of the toys this one has weights of 4096 elements, the least that takes 8 bits.
             for name in CASES if isinstance(plan.optimizer_state, OnDevice) else ["gpt2_with_dropout"]:
                 if isinstance(plan.activations, UNSUITED.get(name, ())):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import CARD_ONLY, UNSUITED, settings
+from test_parity import ELSEWHERE, UNSUITED, settings
 from torch import nn
 from toys import CASES, Case, batch, without_dropout
 
@@ -57,7 +57,7 @@ def policies() -> Iterator[tuple[str, Any]]:
 def cases() -> Iterator[Any]:
     """A policy and its field, skipped where no processor runs it."""
     for field, policy in policies():
-        reason = CARD_ONLY.get(type(policy))
+        reason = ELSEWHERE.get(type(policy))
         yield pytest.param(field, policy, id=str(policy), marks=[pytest.mark.skip(reason)] if reason else [])
 
 
