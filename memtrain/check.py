@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from memtrain.device import Cpu, Device
+from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, Sgd
-from memtrain.plan import DuringBackward, EightBit, Foreach, OnDevice, OnHost, Paged, PagedEightBit, Plan, policy_name
+from memtrain.plan import (
+    DuringBackward,
+    EightBit,
+    FlashAttention,
+    Foreach,
+    OnDevice,
+    OnHost,
+    Paged,
+    PagedEightBit,
+    Plan,
+    policy_name,
+)
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, updates_in_fp32
 
 
@@ -54,6 +65,7 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             )
     if device is not None and (reason := unsuited(job.precision, device)) is not None:
         raise PlanRefused(reason)
+    _check_attention(plan, job, device)
     _check_optimizer(plan, job)
     _check_kernel(plan, job)
     _check_state(plan, job, device)
@@ -83,6 +95,24 @@ def unsuited(precision: Precision, device: Device) -> str | None:
             f"{device.name} has none: set precision to autocast_fp16 or fp32, or take another card."
         )
     return None
+
+
+def _check_attention(plan: Plan, job: Job, device: Device | None) -> None:
+    """The flash-attn package runs in 16 bits, on cards of compute capability 8.0 or newer."""
+    if not isinstance(plan.attention, FlashAttention):
+        return
+    if isinstance(device, Cpu):
+        raise PlanRefused(f"attention flash_attention needs a card, and {device.name} is a processor: set attention to sdpa.")
+    if isinstance(device, Cuda) and device.compute_capability < (8, 0):
+        raise PlanRefused(
+            f"attention flash_attention needs a card of compute capability 8.0 or newer, and {device.name} is older: "
+            f"set attention to sdpa."
+        )
+    if isinstance(job.precision, Fp32):
+        raise PlanRefused(
+            "attention flash_attention computes in 16 bits, and precision fp32 in 32: "
+            "set precision to autocast_bf16, or attention to sdpa."
+        )
 
 
 def _check_optimizer(plan: Plan, job: Job) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memtrain.check import PlanRefused, check
 from memtrain.data.rows import Batch
+from memtrain.features.attention import set_attention_
 from memtrain.features.autocast import autocast_, tf32_
 from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, bitsandbytes_lion, embedding_weights
 from memtrain.features.chunked_loss import chunk_loss_
@@ -33,11 +34,15 @@ from memtrain.models.blocks import blocks, parts
 from memtrain.models.objective import Objective, objective
 from memtrain.plan import (
     Activations,
+    Attention,
     ChunkedLogits,
     DuringBackward,
+    Eager,
     EightBit,
+    FlashAttention,
     Fused,
     Keep,
+    ModelDefault,
     OnDevice,
     OnHost,
     Paged,
@@ -47,6 +52,7 @@ from memtrain.plan import (
     RecomputeFirst,
     RecomputeMlp,
     RecomputeSelective,
+    Sdpa,
 )
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
@@ -134,9 +140,10 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     try:
         undo.callback(_modes_of(model))
         model.train()
-        # In this order: recomputation wraps the blocks that the model has, the loss wraps the whole forward around them,
-        # autocast wraps the loss too, and the optimizer comes when no feature replaces a parameter any more.
+        # In this order: recomputation wraps the blocks with the attention that they call, the loss wraps the whole forward
+        # around them, autocast wraps the loss too, and the optimizer comes when no feature replaces a parameter any more.
         try:
+            undo.callback(_set_attention_(plan.attention, model))
             undo.callback(_recompute_(plan.activations, model))
             if isinstance(plan.loss, ChunkedLogits):
                 factor = loss_factor(scaler, model, plan.micro_batch_size / job.global_batch_size)
@@ -164,6 +171,19 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     except BaseException:
         undo.close()
         raise
+
+
+def _set_attention_(attention: Attention, model: nn.Module) -> Callable[[], None]:
+    """Let the model call the implementation that the plan names, and return the undoing."""
+    match attention:
+        case ModelDefault():
+            return lambda: None
+        case Eager():
+            return set_attention_(model, "eager")
+        case Sdpa():
+            return set_attention_(model, "sdpa")
+        case FlashAttention():
+            return set_attention_(model, "flash_attention")
 
 
 def _recompute_(activations: Activations, model: nn.Module) -> Callable[[], None]:

@@ -32,6 +32,8 @@ _KEPT = frozenset(
         "_scaled_dot_product_cudnn_attention",
     )
 )
+# Those of the flash-attn package are there once it is loaded.
+_KEPT_BY_NAME = ("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward")
 
 
 class WritesInPlace(ValueError):
@@ -104,7 +106,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _KEPT and not _drops(operator, args, kwargs)
+    kept = (operator in _KEPT or operator.name() in _KEPT_BY_NAME) and not _drops(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

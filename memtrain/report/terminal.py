@@ -22,8 +22,9 @@ from rich.text import Text
 from memtrain.job import Budget
 from memtrain.memory.footprint import Footprint
 from memtrain.method import Full, Unquantized
-from memtrain.plan import POLICIES, ModelDefault, Plan, Single
+from memtrain.plan import POLICIES, Plan, Single
 from memtrain.planner.choice import Choice, Comparison, Rejected
+from memtrain.trace.attention import attention_line
 from memtrain.trace.event import Kind
 from memtrain.units import format_bytes, format_count, format_seconds
 
@@ -194,9 +195,11 @@ def _plan(choice: Choice) -> Table:
     ranks = f" × {choice.plan.ranks} processes" if choice.plan.ranks > 1 else ""
     table.add_row("micro-batch", f"{size} × accumulation {choice.plan.accumulation(rows)}{ranks} = global batch {rows}")
     for field in POLICIES:
-        # What is as it is by itself says nothing about the plan.
-        if not isinstance(getattr(choice.plan, field), ModelDefault | Single):
-            table.add_row(_NAMES[field], str(getattr(choice.plan, field)))
+        policy = getattr(choice.plan, field)
+        words = attention_line(str(policy), choice.trace, choice.trace.why_math) if field == "attention" else str(policy)
+        # One process is what everyone expects.
+        if not isinstance(policy, Single):
+            table.add_row(_NAMES[field], words)
     return table
 
 

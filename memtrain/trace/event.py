@@ -112,6 +112,7 @@ class Trace:
         assumed: what a data-less run could not know and how it answered; printed with the prediction.
         updated: paths of the parameters that got a gradient.
         marks: named sections of the run ("load", "evaluate", "step 1", …) as (name, position of the first event).
+        why_math: why no fused kernel took an attention, a sentence for each kind of call; of a data-less run on a card.
     """
 
     events: tuple[Event, ...]
@@ -119,6 +120,7 @@ class Trace:
     assumed: tuple[str, ...] = ()
     updated: frozenset[str] = frozenset()
     marks: tuple[tuple[str, int], ...] = ()
+    why_math: tuple[str, ...] = ()
 
     def section(self, name: str) -> tuple[int, int]:
         """Positions of the first event of the last section called ``name`` and of the first event after it.

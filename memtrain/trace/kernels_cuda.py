@@ -1,7 +1,7 @@
 """The kernel table of NVIDIA cards: what torch's CUDA kernels run where data-less tensors would take another path.
 
-See kernels.py for what the three parts of a table are, and attention_cuda.py for attention. The rows were read in torch's
-source and have run on no card.
+See kernels.py for what the three parts of a table are, attention_cuda.py for attention and attention_scratch_cuda.py for what
+its kernels take. The rows were read in torch's source, those of flash-attn in that of the package, and have run on no card.
 
 Missing, so that a prediction is too low by it: the workspaces of cuDNN (attention, convolutions), whose sizes are chosen at
 run time; what CUB takes to sort indices (embedding, ``index_put_``, ``sort``, ``topk``, ``cumsum``), a few integers per
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memtrain.device import Cuda
 from memtrain.trace import attention_cuda
+from memtrain.trace import attention_scratch_cuda as attention_scratch
 from memtrain.trace.kernels_cpu import contiguous_copy, contiguous_first
 
 aten = torch.ops.aten
@@ -190,11 +191,15 @@ def _embedding_backward(device: Cuda, grad: Tensor, indices: Tensor, rows: int, 
     return copies + integers + partials * grad.shape[-1] * accumulated
 
 
+# By operator, or by name where it exists only once its library is loaded.
 SCRATCH: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention.default: attention_cuda.flash_forward_scratch,
-    aten._scaled_dot_product_flash_attention_backward.default: attention_cuda.flash_backward_scratch,
-    aten._scaled_dot_product_efficient_attention.default: attention_cuda.efficient_forward_scratch,
-    aten._scaled_dot_product_efficient_attention_backward.default: attention_cuda.efficient_backward_scratch,
+    "flash_attn::_flash_attn_forward": attention_scratch.package_forward_scratch,
+    "flash_attn::_flash_attn_backward": attention_scratch.package_backward_scratch,
+    "flash_attn::_flash_attn_varlen_backward": attention_scratch.package_varlen_backward_scratch,
+    aten._scaled_dot_product_flash_attention.default: attention_scratch.flash_forward_scratch,
+    aten._scaled_dot_product_flash_attention_backward.default: attention_scratch.flash_backward_scratch,
+    aten._scaled_dot_product_efficient_attention.default: attention_scratch.efficient_forward_scratch,
+    aten._scaled_dot_product_efficient_attention_backward.default: attention_scratch.efficient_backward_scratch,
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax.default: _first_contiguous,
     aten._log_softmax.default: _first_contiguous,

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from memtrain.place import said_place
 from memtrain.trace.event import DEVICE, HOST, Event, Kind, Phase, Place, Trace, Work
+from memtrain.trace.flops import flop_formula
 from memtrain.trace.layouts import tensors_in
 
 _PRECEDENCE = {kind: position for position, kind in enumerate(Kind)}
@@ -58,21 +58,7 @@ class _Operator:
         returns = func._schema.returns
         aliases = bool(returns) and all(one.alias_info is not None for one in returns)
         name = _short_name(func)
-        if name.startswith("_scaled_dot_product"):
-            return cls(aliases, name, _backward_flops if name.endswith("backward") else _attention_flops)
-        return cls(aliases, name, flop_registry.get(func._overloadpacket))
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Scores and their product with the values, each query head by itself: torch's own formula, before 2.12 without groups."""
-    scores = query.shape[:-1].numel() * key.shape[-2]
-    return 2.0 * scores * (query.shape[-1] + value.shape[-1])
-
-
-def _backward_flops(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> float:
-    """Scores again and the gradients of scores, queries, keys and values."""
-    scores = query.shape[:-1].numel() * key.shape[-2]
-    return 2.0 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+        return cls(aliases, name, flop_formula(func, name))
 
 
 class Recorder(TorchDispatchMode):

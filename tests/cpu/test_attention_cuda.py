@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import VOCABULARY
 
 from memtrain.models.build import source
-from memtrain.trace.attention_cuda import attention_kernel
+from memtrain.trace.attention_cuda import Call, attention_kernel, collect_why_math, refusals, why_math
 from memtrain.trace.kernels import kernels_of
 from memtrain.trace.simulate import DatalessRecorder
 
@@ -55,7 +55,7 @@ def choice(
 ) -> str:
     query = empty(2, heads[0], lengths[0], widths[0], dtype=dtype, grad=grad)
     key, value = (empty(2, heads[1], lengths[1], width, dtype=dtype) for width in widths)
-    return attention_kernel(card(capability), query, key, value, mask, dropout, causal, grouped)
+    return attention_kernel(card(capability), Call(query, key, value, mask, dropout, causal, grouped))
 
 
 def boolean(*shape: int) -> Tensor:
@@ -125,7 +125,7 @@ def test_dropout_of_cudnn_comes_in_sixteenths() -> None:
 def test_three_dimensions_and_no_tokens() -> None:
     three = empty(4, 64, 64, dtype=HALF)
     expected = "flash" if GROUPED_EFFICIENT else "math"
-    assert attention_kernel(card(), three, three, three, None, 0.0, False, False) == expected
+    assert attention_kernel(card(), Call(three, three, three)) == expected
     assert choice(lengths=(64, 0)) == "math"
 
 
@@ -134,6 +134,56 @@ def test_a_kernel_that_is_switched_off_is_not_taken() -> None:
         assert [choice(), choice(H100)] == ["efficient", "efficient"]
     with sdpa_kernel(SDPBackend.MATH):
         assert choice() == "math"
+
+
+# ---------------------------------------------------------------------------------------------- why none
+
+SPLIT_HEADS = "takes as many heads of keys and values as of queries"
+
+
+def test_the_mathematical_form_says_why_of_each_kernel() -> None:
+    def why(capability: tuple[int, int], dtype: torch.dtype, mask: Tensor | None = None, *, wide: bool = False) -> str:
+        one = empty(2, 4, 64, 300 if wide else 64, dtype=dtype)
+        return why_math(card(capability), Call(one, one, one, mask))
+
+    assert why(T4, HALF) == (
+        "no fused kernel takes bfloat16 on a100: cuDNN is for cards of compute capability 9 and 10, "
+        "flash needs compute capability 8.0, memory-efficient takes float32 and float16 only"
+    )
+    assert why(H100, HALF, boolean(1, 64, 64), wide=True) == (
+        "no fused kernel takes bfloat16 with this mask on a100: cuDNN takes heads of multiples of 8 up to 128, "
+        "flash takes no mask, memory-efficient takes heads of multiples of 8"
+    )
+    assert why(A100, torch.float64).endswith(
+        "flash takes float16 and bfloat16 only, memory-efficient takes float32 and float16 and bfloat16 only"
+    )
+
+
+def test_what_no_kernel_takes_is_said_once() -> None:
+    none = empty(2, 4, 0, 64, dtype=HALF)
+    assert why_math(card(), Call(none, none, none)) == "no fused kernel takes bfloat16 on a100: each takes one token or more"
+
+
+def test_ungrouped_and_grouped_heads_have_their_own_words() -> None:
+    few, many = empty(2, 3, 64, 64, dtype=HALF), empty(2, 4, 64, 64, dtype=HALF)
+    assert refusals(card(H100), Call(many, few, few)) == dict.fromkeys(("cudnn", "flash", "efficient"), SPLIT_HEADS)
+    grouped = refusals(card(H100), Call(many, few, few, grouped=True))
+    assert [grouped["cudnn"], grouped["flash"]] == ["takes heads of queries in equal groups"] * 2
+
+
+def test_a_kernel_that_is_switched_off_says_so() -> None:
+    one = empty(2, 4, 64, 64, dtype=HALF)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert refusals(card(H100), Call(one, one, one)) == dict.fromkeys(("cudnn", "flash", "efficient"), "is switched off")
+
+
+def test_the_reasons_of_a_run_are_collected_once_each() -> None:
+    inputs, double = [empty(2, 4, 40, 64) for _ in range(3)], [empty(2, 4, 40, 64, dtype=torch.float64) for _ in range(3)]
+    with collect_why_math() as reasons:
+        allocated(lambda: [attend(*inputs), attend(*double), attend(*double)])
+    assert [reason.partition(":")[0] for reason in reasons] == ["no fused kernel takes float64 on a100"]
+    allocated(lambda: attend(*(tensor.half().double() for tensor in inputs)))
+    assert len(reasons) == 1
 
 
 # ---------------------------------------------------------------------------------------------- what attention keeps
@@ -261,6 +311,48 @@ def test_memory_efficient_backward_has_a_workspace() -> None:
     assert backward(heads(4, 128, 96), capability=A10) == delta + 4 * 2 * (128 * 64 + 4) * 4
     copied = heads(4, 128, 64, FP16, beside=False)
     assert backward(copied, capability=T4) == 4 * 128 * 64 * 2 + delta + 4 * 2 * (64 * 64 + 4) * 4
+
+
+class Operator:
+    """An operator of a library that is not loaded."""
+
+    namespace = "flash_attn"
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        return f"{self.namespace}::{self._name}"
+
+
+def test_the_package_splits_its_keys_as_torch_does() -> None:
+    few = heads(2, 1024, 128)
+    assert scratch(FLASH, few, few, few) > 0
+    beside = few.transpose(1, 2)
+    assert scratch(Operator("_flash_attn_forward"), beside, beside, beside, 0.0) == scratch(FLASH, few, few, few)
+    assert scratch(Operator("_flash_attn_forward"), beside, beside, beside, 0.1) == 0
+    # A head of 136 is rounded to 192 there, and to 160 in torch; its keys come in 16 blocks of 64 and 6 splits.
+    wide = empty(1, 1024, 2, 136, dtype=HALF)
+    assert scratch(Operator("_flash_attn_forward"), wide, wide, wide, 0.0) == 6 * 4 * 2 * 1024 * (1 + 192)
+
+
+def test_the_package_accumulates_the_gradient_of_the_queries_in_single_precision() -> None:
+    backward, varlen = Operator("_flash_attn_backward"), Operator("_flash_attn_varlen_backward")
+
+    def one(queries: Tensor, keys: Tensor) -> int:
+        return scratch(backward, queries, queries, keys, keys, queries, empty(1))
+
+    # 130 queries are rounded up to 256, a head of 72 to 96, one of 200 to 256; the sum per query is a result.
+    assert one(empty(2, 130, 4, 72, dtype=HALF), empty(2, 130, 4, 72, dtype=HALF)) == 4 * 2 * 256 * 4 * 96
+    assert one(empty(1, 128, 4, 200, dtype=HALF), empty(1, 128, 4, 200, dtype=HALF)) == 4 * 128 * 4 * 256
+    # Grouped heads: gradients of keys and values for each head of the queries.
+    grouped = one(empty(2, 128, 4, 64, dtype=HALF), empty(2, 96, 2, 64, dtype=HALF))
+    assert grouped == 4 * 2 * 128 * 4 * 64 + 2 * (2 * 96 * 4 * 64 * 2)
+    # Three sequences in a row of 300 tokens, with room for 128 more of each.
+    queries, keys, starts = (empty(300, 4, 64, dtype=HALF), empty(300, 2, 64, dtype=HALF), empty(4, dtype=torch.int32))
+    rest = (queries, empty(4, 300), queries, keys, keys, starts, starts, 128, 128)
+    found = scratch(varlen, queries, queries, keys, keys, *rest)
+    assert found == 4 * (300 + 3 * 128) * 4 * 64 + 2 * (300 * 4 * 64 * 2)
 
 
 # ---------------------------------------------------------------------------------------------- whole steps

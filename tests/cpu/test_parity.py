@@ -22,6 +22,7 @@ from memtrain.plan import (
     ChunkedLogits,
     DataParallel,
     DuringBackward,
+    Eager,
     EightBit,
     FlashAttention,
     Foreach,
@@ -33,6 +34,7 @@ from memtrain.plan import (
     RecomputeAttention,
     RecomputeFirst,
     RecomputeMlp,
+    Sdpa,
 )
 from memtrain.precision import Bf16
 from memtrain.run import prepare
@@ -51,10 +53,11 @@ SETTINGS = {
     RecomputeFirst: [RecomputeFirst(1), RecomputeFirst(2)],
     ChunkedLogits: [ChunkedLogits(16)],
 }
-# Blocks without such a part, or with one that goes by another name; tests/cpu/test_recompute.py holds that they are refused.
+# Models without such a part or choice, or with one that goes by another name; tests/cpu/test_recompute.py and
+# test_attention.py hold that they are refused.
 UNSUITED = {
     "bert_masked_lm": (RecomputeMlp,),
-    "plain_module": (RecomputeAttention, RecomputeMlp),
+    "plain_module": (RecomputeAttention, RecomputeMlp, Eager, Sdpa),
 }
 # What cannot run in one process on a processor, with the reason and the test that holds it instead.
 ELSEWHERE = {
@@ -170,8 +173,9 @@ def test_the_simulated_step_allocates_what_the_real_step_allocates(name: str, pl
     case = CASES[name]
     if isinstance(plan.loss, ChunkedLogits) and chunked_loss.refusal(dataless_model(case.build())) is not None:
         pytest.skip(f"the loss of {name} is refused for chunking")
-    if isinstance(plan.activations, UNSUITED.get(name, ())):
-        pytest.skip(f"no block of {name} has this part")
+    unsuited = UNSUITED.get(name, ())
+    if isinstance(plan.activations, unsuited) or isinstance(plan.attention, unsuited):
+        pytest.skip(f"{name} has no such part or choice")
     predicted = assert_alike(case, job, plan)
     # Only a mask's values can matter to what these models do, and an unknown mask is taken to hide something.
     assert bool(predicted.assumed) == ("attention_mask" in case.row(0))

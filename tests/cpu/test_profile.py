@@ -64,7 +64,8 @@ def cases() -> Iterator[Any]:
         if held_elsewhere(plan) is None:
             # Of the toys this one has weights of 4096 elements, the least that takes 8 bits.
             for name in CASES if isinstance(plan.optimizer_state, OnDevice) else ["gpt2_with_dropout"]:
-                if isinstance(plan.activations, UNSUITED.get(name, ())):
+                unsuited = UNSUITED.get(name, ())
+                if isinstance(plan.activations, unsuited) or isinstance(plan.attention, unsuited):
                     continue
                 yield pytest.param(name, plan, job, id=f"{plan}-{name}")
 

@@ -19,6 +19,7 @@ from memtrain.plan import (
     Activations,
     ChunkedLogits,
     DuringBackward,
+    Eager,
     EightBit,
     Foreach,
     OnHost,
@@ -39,7 +40,7 @@ JOB = Job(
 )
 PLAIN = Plan(micro_batch_size=ROWS)
 # Everything that is not named here is exact to the bit.
-ROUNDED = (ChunkedLogits, Foreach)
+ROUNDED = (ChunkedLogits, Eager, Foreach)
 # 8-bit state changes the numbers beyond rounding, which is why a job has to allow it; by how much is held by
 # tests/cpu/test_eight_bit_state.py.
 APPROXIMATE = (EightBit, PagedEightBit)

@@ -10,7 +10,7 @@ import pytest
 from memtrain.check import PlanRefused, check
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Approximation, Job
-from memtrain.plan import DataParallel, DuringBackward, EightBit, Foreach, OnHost, Plan
+from memtrain.plan import DataParallel, DuringBackward, EightBit, FlashAttention, Foreach, OnHost, Plan
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
 PROCESSOR = Cpu(name="laptop", threads=2, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
@@ -114,3 +114,21 @@ def test_the_ranks_share_the_rows_of_a_step_equally() -> None:
         "optimizer state on the host takes each gradient before those of 2 processes are averaged: "
         "set optimizer_state to on_device, or train in one process."
     )
+
+
+def test_the_flash_attention_package_is_for_newer_cards_in_16_bits() -> None:
+    job = Job(model="tiny", global_batch_size=1, steps=1, precision=AutocastBf16())
+    plan = Plan(micro_batch_size=1, attention=FlashAttention())
+    assert refusal_of(plan, job, PROCESSOR) == (
+        "attention flash_attention needs a card, and laptop is a processor: set attention to sdpa."
+    )
+    in_fp16 = dataclasses.replace(job, precision=AutocastFp16())
+    assert refusal_of(plan, in_fp16, OLD_CARD) == (
+        "attention flash_attention needs a card of compute capability 8.0 or newer, and t4 is older: set attention to sdpa."
+    )
+    newer = dataclasses.replace(OLD_CARD, compute_capability=(8, 0))
+    assert refusal_of(plan, dataclasses.replace(job, precision=Fp32()), newer) == (
+        "attention flash_attention computes in 16 bits, and precision fp32 in 32: "
+        "set precision to autocast_bf16, or attention to sdpa."
+    )
+    check(plan, job, newer)
