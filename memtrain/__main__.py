@@ -49,6 +49,7 @@ def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     # torch's C++ warnings are for its developers; one of them comes with every profile of a model that was loaded from a file.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from memtrain import machine
     from memtrain.recipe import run_recipe  # loads torch, which reads these variables
 
     exit_code = 0
@@ -60,6 +61,9 @@ def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
             which = f"job {number}: " if len(jobs) > 1 else ""
             print(f"memtrain: {which}{error}", file=sys.stderr)
             exit_code = 1
+            # The next job would wait for processes that are still in this one.
+            if machine.processes().ranks > 1:
+                return exit_code
     return exit_code
 
 

@@ -98,13 +98,16 @@ class Loop:
 
     def _taken(self, run: Run, step: int) -> tuple[StepResult, int]:
         def micro_batches() -> list[Batch]:
-            return list(self._on_device(self.batches.micro_batches(step, self.micro_batch_size)))
+            return list(self._on_device(self.batches.micro_batches(step, self.micro_batch_size, **self._share())))
 
         return step_until_finite(run, micro_batches, step + 1, self.batches.indices(step))
 
     def _evaluation_batches(self) -> Iterator[Batch]:
         assert self.eval_rows is not None
-        return self._on_device(evaluation_batches(self.eval_rows, self.micro_batch_size))
+        return self._on_device(evaluation_batches(self.eval_rows, self.micro_batch_size, **self._share()))
+
+    def _share(self) -> dict[str, int]:
+        return {"rank": self.run.sharded.rank, "ranks": self.run.sharded.ranks}
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,47 @@ from memtrain.job import Budget, Limit
 
 # Words in the names of cards that tell none from another.
 _MAKERS = {"nvidia", "geforce", "tesla", "quadro"}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of the processes that train together this one is.
+
+    Attributes:
+        rank: its number among all, from 0.
+        ranks: how many there are.
+        local_rank, local_ranks: the same of those on this machine.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+
+
+def processes() -> Processes:
+    """What torchrun says of this process; one started by itself is alone."""
+    names = {"rank": "RANK", "ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_ranks": "LOCAL_WORLD_SIZE"}
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return Processes()
+    return Processes(**{field: int(os.environ[name]) for field, name in names.items()})
+
+
+def take_card(local_rank: int) -> None:
+    """Make the card of this number on this machine the one that this process trains on.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    import torch
+
+    cards = torch.cuda.device_count()
+    if local_rank >= cards:
+        raise ValueError(
+            f"process {local_rank} of this machine has no card of its own, since there {'is' if cards == 1 else 'are'} {cards}: "
+            f"start one process per card."
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def facts(folder: str) -> Path:
@@ -150,8 +191,9 @@ def require(device: Device) -> None:
 def _host_limits() -> tuple[Limit, Limit]:
     import psutil
 
-    memory = psutil.virtual_memory()
-    return Limit("installed", memory.total), Limit("free now", memory.available)
+    memory, sharing = psutil.virtual_memory(), processes().local_ranks
+    share = f", a share of 1/{sharing}" if sharing > 1 else ""
+    return Limit(f"installed{share}", memory.total // sharing), Limit(f"free now{share}", memory.available // sharing)
 
 
 def _free_bytes(device: Cuda, held_bytes: int) -> int:

@@ -36,13 +36,20 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
     Raises:
         ValueError: the job cannot be trained, in one sentence.
     """
-    console = Console()
+    rank = machine.processes().rank
+    console = Console(quiet=rank > 0)
     device = machine.describe(**settings.device)
+    if settings.mode != "train" and machine.processes().ranks > 1:
+        raise ValueError(
+            f"mode {settings.mode} trains nothing that {machine.processes().ranks} processes could share: start it without torchrun, "
+            f"with plan.sharding=data_parallel plan.sharding.ranks=N to plan for N."
+        )
     if settings.mode == "train":
         machine.require(device)
         check_text(settings)
         trainer = trainer_of(settings, device)
-        RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
+        if not rank:
+            RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
         trainer.train()
     elif settings.mode == "optimizers":
         folder, model = RunFolder(settings.run_dir), _model(settings)

@@ -21,6 +21,7 @@ from memtrain.features.attention import set_attention_
 from memtrain.features.autocast import autocast_, tf32_
 from memtrain.features.bitsandbytes_adamw import bitsandbytes_adamw, bitsandbytes_lion, embedding_weights
 from memtrain.features.chunked_loss import chunk_loss_
+from memtrain.features.data_parallel import Sharded, data_parallel, single
 from memtrain.features.host_state import step_on_host, update_on_host_
 from memtrain.features.lion import lion
 from memtrain.features.loss_scale import loss_factor, loss_scaler, no_scaler, update_unscaled
@@ -36,6 +37,7 @@ from memtrain.plan import (
     Activations,
     Attention,
     ChunkedLogits,
+    DataParallel,
     DuringBackward,
     Eager,
     EightBit,
@@ -79,6 +81,7 @@ class Run:
         optimizer: holds the learning rate in its param_groups.
         scaler: of the loss; one that is not enabled leaves losses as they are.
         objective: what the loss is a mean over.
+        sharded: what of the training this process has.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
         update: changes the weights, frees the gradients and returns the gradient's norm.
         release: gives the model back as it was, but for its weights; the run is over.
@@ -88,6 +91,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     objective: Objective
+    sharded: Sharded
     forward_backward: Callable[[Sequence[Batch]], Tensor]
     update: Callable[[], Tensor | None]
     release: Callable[[], None]
@@ -99,7 +103,11 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """The mean loss over the counted items of all batches (at least one), a scalar, with dropout off."""
+        """The mean loss over the counted items of all batches of all processes, a scalar, with dropout off.
+
+        Args:
+            batches: those of this process, at least one.
+        """
         losses, counts = [], []
         restore = _modes_of(self.model)
         self.model.eval()
@@ -109,7 +117,8 @@ class Run:
                 losses.append(self.objective.loss(self.model, batch) * counts[-1])
         finally:
             restore()
-        return torch.stack(losses).sum() / torch.stack(counts).sum()
+        total = self.sharded.sum_over_ranks
+        return total(torch.stack(losses).sum()) / total(torch.stack(counts).sum())
 
 
 def _modes_of(model: nn.Module) -> Callable[[], None]:
@@ -141,7 +150,8 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         undo.callback(_modes_of(model))
         model.train()
         # In this order: recomputation wraps the blocks with the attention that they call, the loss wraps the whole forward
-        # around them, autocast wraps the loss too, and the optimizer comes when no feature replaces a parameter any more.
+        # around them, autocast wraps the loss too, the optimizer comes when no feature replaces a parameter any more, and
+        # sharding wraps the model in what the step calls.
         try:
             undo.callback(_set_attention_(plan.attention, model))
             undo.callback(_recompute_(plan.activations, model))
@@ -167,7 +177,9 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
         else:
             step_all = None if step is None else step_one_by_one(optimizer, step)
             update = update_after_backward(optimizer, job.max_grad_norm, step_all)
-        return Run(model, optimizer, scaler, what, _forward_backward(model, what, scaler), update, undo.close)
+        sharded = data_parallel(model, plan.ranks) if isinstance(plan.sharding, DataParallel) else single(model)
+        undo.callback(sharded.release)
+        return Run(model, optimizer, scaler, what, sharded, _forward_backward(sharded, what, scaler), update, undo.close)
     except BaseException:
         undo.close()
         raise
@@ -285,17 +297,18 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
             )
 
 
-def _forward_backward(model: nn.Module, what: Objective, scaler: torch.amp.GradScaler) -> Callable[[Sequence[Batch]], Tensor]:
+def _forward_backward(sharded: Sharded, what: Objective, scaler: torch.amp.GradScaler) -> Callable[[Sequence[Batch]], Tensor]:
     def forward_backward(micro_batches: Sequence[Batch]) -> Tensor:
         counts = [what.count(batch) for batch in micro_batches]
-        counted = torch.stack(counts).sum()
+        counted = sharded.sum_over_ranks(torch.stack(counts).sum())
         total = torch.zeros((), device=counted.device)
-        for batch, items in zip(micro_batches, counts, strict=True):
-            loss = what.loss(model, batch) * (items / counted)
-            scaler.scale(loss).backward()
+        for index, (batch, items) in enumerate(zip(micro_batches, counts, strict=True)):
+            with sharded.accumulating(index, len(micro_batches)):
+                loss = what.loss(sharded.forward_module, batch) * (items / counted)
+                scaler.scale(loss).backward()
             total = total + loss.detach()
             # A loss that lives into the next forward keeps the inputs of the last block alive.
             del loss
-        return total
+        return sharded.sum_over_ranks(total)
 
     return forward_backward

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain import machine
+from memtrain import distributed, machine
 from memtrain.data.batches import StepBatches, steps_for
 from memtrain.data.rows import check_row
 from memtrain.device import Cpu, Cuda, Device
@@ -39,7 +39,7 @@ from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.precision import Fp32, Precision
-from memtrain.run import prepare
+from memtrain.run import Run, prepare
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.profile import held_by
 from memtrain.units import parse_bytes
@@ -117,8 +117,9 @@ class Trainer:
 
         # accelerate keeps one state per process for good; a second job of this process must not inherit the first one's.
         PartialState._reset_state()
-        if PartialState(cpu=not isinstance(device, Cuda)).num_processes > 1:
-            raise ValueError("several processes were started, and memtrain trains in one: start it without torchrun.")
+        self.processes = machine.processes()
+        distributed.start(self.processes, cards=isinstance(device, Cuda))
+        PartialState(cpu=not isinstance(device, Cuda))
         if device is not None and not isinstance(device, Device):
             raise ValueError(
                 f"device is {device!r}, and it must be a Device: take memtrain.machine.named(NAME), or leave it out to train on "
@@ -156,13 +157,14 @@ class Trainer:
         if evaluate_every is not None and self.eval_rows is None:
             raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
         self._evaluate_every = evaluate_every
-        self._constraints = parse_constraints(constraints or {})
-        self.folder = None if run_dir is None else RunFolder(Path(run_dir))
-        self._progress = progress
+        self._constraints = distributed.shared_by(self.processes.ranks, parse_constraints(constraints or {}))
+        # The first process writes and prints.
+        self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir))
+        self._progress = progress and not self.processes.rank
         self._has_trained = False
         self._model: nn.Module | None = None
         self._meter = meter(self.device, self._held)
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._run: Run | None = None
 
     def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
         return machine.budget_for(
@@ -175,13 +177,17 @@ class Trainer:
     # ------------------------------------------------------------------ planning
 
     @cached_property
+    @distributed.naming_a_lost_process()
     def choice(self) -> Choice:
-        """The plan, made on first use and written to the run folder.
+        """The plan, made on first use by the first process for all, and written to the run folder.
 
         Raises:
             NoPlanFits: with the smallest plan and the missing bytes.
             ValueError: the model has no loss, or the constraints leave no plan.
         """
+        return distributed.from_first(self._chosen)
+
+    def _chosen(self) -> Choice:
         first = self.rows[0]
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
@@ -204,6 +210,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ training
 
+    @distributed.naming_a_lost_process()
     def train(self) -> Result:
         """Train with the chosen plan, measuring the first, the second and the last step.
 
@@ -253,6 +260,7 @@ class Trainer:
         console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
+    @distributed.naming_a_lost_process()
     def evaluate(self) -> float:
         """The mean loss over the counted items of ``eval_data``, with the chosen plan and dropout off.
 
@@ -266,11 +274,12 @@ class Trainer:
             return loop.evaluate()
 
     def save_model(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one.
+        """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one; the first process does.
 
         Another nn.Module is written as ``model.safetensors``.
         """
-        save_model(self.model, self.tokenizer, folder)
+        if not self.processes.rank:
+            save_model(self.model, self.tokenizer, folder)
 
     @property
     def model(self) -> nn.Module:
@@ -289,6 +298,7 @@ class Trainer:
                 self._model = self.source.load(weight_dtype(self.job.precision))
                 if isinstance(self.device, Cuda):
                     move_to_device_(self._model, self.device.kind)
+            distributed.differ_by_rank(self.job.seed, self.processes.rank)
         return self._model
 
     # ------------------------------------------------------------------ parts of a run
@@ -296,8 +306,8 @@ class Trainer:
     @contextmanager
     def _prepared(self) -> Iterator[Loop]:
         """The steps of the chosen plan; afterwards the model is as it was, but for its weights."""
-        run = prepare(self.job, self.choice.plan, self.model)
-        self._optimizer = run.optimizer
+        distributed.require(self.choice.plan.ranks)
+        self._run = run = prepare(self.job, self.choice.plan, self.model)
         ids = self.rows[0].get("input_ids")
         try:
             yield Loop(
@@ -312,7 +322,7 @@ class Trainer:
             )
         finally:
             run.release()
-            self._optimizer = None
+            self._run = None
 
     def _evaluates_after(self, step: int) -> bool:
         """Whether the run evaluates after a step (from 0)."""
@@ -330,7 +340,11 @@ class Trainer:
                 self.save_model(self.folder.path / "model")
 
     def _held(self) -> Iterator[tuple[Kind, Tensor]]:
-        return iter(()) if self._model is None else held_by(self._model, self._optimizer)
+        if self._model is None:
+            return iter(())
+        if self._run is None:
+            return held_by(self._model, None)
+        return held_by(self._model, self._run.optimizer, self._run.sharded.buckets())
 
 
 def _bytes(name: str, text: str | None) -> int | None:

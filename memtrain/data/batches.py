@@ -70,19 +70,25 @@ class StepBatches:
             position += len(taken)
         return numbers
 
-    def micro_batches(self, step: int, micro_batch_size: int) -> list[Batch]:
+    def micro_batches(self, step: int, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[Batch]:
         """The rows of ``step`` in micro-batches of ``micro_batch_size`` rows; the last has fewer where it does not divide.
 
-        The rows and their order are the same for every ``micro_batch_size``.
+        The rows and their order are the same for every ``micro_batch_size``. Of several processes each takes every
+        ``ranks``-th micro-batch, so that what they compute at one time are neighbours.
+
+        Args:
+            rank: number of this process, from 0.
+            ranks: processes that share the step.
 
         Raises:
             ValueError: a row differs from row 0 (:func:`memtrain.data.rows.check_row`).
         """
         assert micro_batch_size >= 1
+        assert 0 <= rank < ranks
         indices = self.indices(step)
         return [
             _batch(self._rows, indices[start : start + micro_batch_size], "the training rows")
-            for start in range(0, len(indices), micro_batch_size)
+            for start in range(rank * micro_batch_size, len(indices), ranks * micro_batch_size)
         ]
 
     def _permute(self, epoch: int) -> torch.Tensor:
@@ -92,15 +98,28 @@ class StepBatches:
         return torch.randperm(len(self._rows), generator=generator, device="cpu")
 
 
-def evaluation_batches(rows: Rows, micro_batch_size: int) -> Iterator[Batch]:
+def evaluation_batches(rows: Rows, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """All rows in order, ``micro_batch_size`` at a time; the last batch may be smaller.
 
+    Of several processes each takes a stretch of the rows, which differ by one row at the most; the first has the most.
+
+    Args:
+        rank: number of this process, from 0.
+        ranks: processes that share the rows.
+
     Raises:
-        ValueError: a row differs from row 0 (:func:`memtrain.data.rows.check_row`).
+        ValueError: a row differs from row 0 (:func:`memtrain.data.rows.check_row`), or a process has none.
     """
     assert micro_batch_size >= 1
-    for start in range(0, len(rows), micro_batch_size):
-        yield _batch(rows, range(start, min(start + micro_batch_size, len(rows))), "the evaluation rows")
+    assert 0 <= rank < ranks
+    # Said by all processes alike, since one that is left waits for the others.
+    if len(rows) < ranks:
+        raise ValueError(
+            f"there are {len(rows)} rows to evaluate on, and each of {ranks} processes needs one: give more rows, or none."
+        )
+    first, end = (-(-len(rows) * number // ranks) for number in (rank, rank + 1))
+    for start in range(first, end, micro_batch_size):
+        yield _batch(rows, range(start, min(start + micro_batch_size, end)), "the evaluation rows")
 
 
 def steps_for(epochs: float, rows: int, global_batch_size: int) -> int:

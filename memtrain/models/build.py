@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memtrain.job import Bf16, Precision
+from memtrain.precision import Precision, weight_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,14 +74,17 @@ class FromPretrained:
         """The architecture with random weights: what planning needs, without reading a weight file."""
         return FromConfig(self.config).build(dtype)
 
-    def load(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def load(self, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
         """The model with its weights in ``dtype``, whatever they are stored in.
+
+        Args:
+            settings: further ones of from_pretrained.
 
         Raises:
             ValueError: they are not there.
         """
         try:
-            model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=dtype)
+            model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=dtype, **settings)
         except OSError as error:
             raise ValueError(
                 f"the weights at {self.path!r} cannot be loaded ({_first_line(error)}): give a folder that save_pretrained "
@@ -92,7 +95,8 @@ class FromPretrained:
 
 def weight_dtype(precision: Precision) -> torch.dtype:
     """The type of the weights that a precision trains."""
-    return torch.bfloat16 if isinstance(precision, Bf16) else torch.float32
+    dtype: torch.dtype = getattr(torch, weight_type(precision))
+    return dtype
 
 
 ModelSource = FromModule | FromConfig | FromPretrained

@@ -1,4 +1,4 @@
-"""Writing a model in HuggingFace format."""
+"""Writing a model in HuggingFace format: whole, its adapters alone, or whole with its adapters added in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+
+from memtrain.models.adapters import adapter_tensors, bare, config_of, has_own_adapters, merged
+from memtrain.models.build import FromPretrained, ModelSource
+from memtrain.models.quantize import is_quantized
+from memtrain.models.quietly import quietly
 
 # The weights of one file are copied to the host together, so a file is kept small beside a large model.
 SHARD_BYTES = 5 * 10**9
@@ -17,9 +23,12 @@ SHARD_BYTES = 5 * 10**9
 def save_model(model: nn.Module, tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """Write the model (safetensors), and the tokenizer if there is one, for ``from_pretrained``.
 
-    Another nn.Module is written as ``model.safetensors``.
+    Of a model with adapters, these alone, for peft's ``PeftModel.from_pretrained(base, folder)``. Another nn.Module is written
+    as ``model.safetensors``.
     """
-    if hasattr(model, "save_pretrained"):
+    if has_own_adapters(model):
+        _save_adapters(model, Path(folder))
+    elif hasattr(model, "save_pretrained"):
         with no_progress_bars():
             model.save_pretrained(folder, max_shard_size=SHARD_BYTES)  # type: ignore[operator]
     else:
@@ -31,8 +40,50 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | os.PathLike[str])
         tokenizer.save_pretrained(folder)
 
 
+def save_merged(
+    model: nn.Module, source: ModelSource, dtype: torch.dtype, tokenizer: Any, folder: str | os.PathLike[str]
+) -> None:
+    """Write the model with its adapters added to the weights, for ``from_pretrained`` without peft. The model stays as it is.
+
+    The weights are loaded again from where the model came from, so adapters of a model in 4 or 8 bits are added to the weights
+    before they were rounded. A model that came with random weights or as a module is copied.
+
+    Args:
+        source: where the model came from.
+        dtype: of the weights that are written.
+
+    Raises:
+        ValueError: the model has no adapters, or has been quantised and there are no weights to load again.
+    """
+    if not has_own_adapters(model):
+        raise ValueError(f"{type(model).__name__} has no adapters to add to its weights: save it with save_model.")
+    if isinstance(source, FromPretrained):
+        with no_progress_bars():
+            base = merged(model, source.load(dtype))
+    elif is_quantized(model):
+        raise ValueError(
+            f"the weights of {source.name} were there only until they were quantised, so nothing is left to add adapters to: save "
+            f"the adapters with save_model, or train a model that has been saved."
+        )
+    else:
+        base = merged(model, bare(model))
+    save_model(base, tokenizer, folder)
+
+
+def _save_adapters(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with quietly():
+        tensors = {path: tensor.contiguous() for path, tensor in adapter_tensors(model).items()}
+        save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+        config_of(model).save_pretrained(folder)
+
+
 def largest_shard(model: nn.Module) -> list[int]:
     """Bytes of each tensor of the file that holds most, which saving from a card holds on the host."""
+    if has_own_adapters(model):
+        return [tensor.nbytes for tensor in adapter_tensors(model).values()]
     sizes = [tensor.nbytes for tensor in {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()]
     if not hasattr(model, "save_pretrained"):
         return sizes

@@ -66,6 +66,9 @@ _CARD_EFFICIENCY = 0.6
 # What the host does with the gradients besides the update: add those of each further micro-batch (two operands and a
 # result), and for clipping read them once and scale them (features/host_state.py).
 _ADD_PASSES, _CLIP_PASSES = 3, 3
+# gloo between two processes of one machine sends 1.4e9 bytes a second where the description says 8e9 for reading or writing
+# (a ring of 25 MiB buckets, two cores).
+_LOOPBACK_PASSES = 6
 # Operators that the chunked loss runs per chunk (features/chunked_loss.py).
 _OPERATORS_PER_CHUNK = 16
 
@@ -107,8 +110,19 @@ class CostModel:
         if isinstance(plan.loss, ChunkedLogits):
             chunks = -(-plan.micro_batch_size * self.tokens_per_row // plan.loss.chunk_tokens)
             seconds += chunks * _OPERATORS_PER_CHUNK * self.device.operator_seconds
-        micro_batches = self.job.global_batch_size // plan.micro_batch_size
-        return micro_batches * seconds + self._update_seconds(plan)
+        micro_batches = plan.accumulation(self.job.global_batch_size)
+        return micro_batches * seconds + self._communication_seconds(plan) + self._update_seconds(plan)
+
+    def _communication_seconds(self, plan: Plan) -> float:
+        """Adding the gradients up over all processes once a step: a ring sends each byte 2 (n - 1) / n times.
+
+        Between cards at the rate of the link to the host, which is the least that they have; no overlap with backward.
+        Source of the ring: Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002.
+        """
+        device, sent = self.device, 2 * (plan.ranks - 1) / plan.ranks * self.parameter_bytes
+        if isinstance(device, Cuda):
+            return sent / device.link_bytes_per_second
+        return _LOOPBACK_PASSES * sent / device.bytes_per_second
 
     def _recomputed_seconds(self, activations: Activations, forward: Work) -> float:
         """What is run again of one micro-batch's forward, which as a whole stands for its blocks: embedding, head and loss too."""

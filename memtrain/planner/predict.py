@@ -288,10 +288,11 @@ class Predictor:
             return self._inferred[plan]
         # A micro-batch of one row takes slightly other operators (what is contiguous differs), and the whole batch at
         # once accumulates nothing; between these all sizes are alike.
-        alike = [size for size in sorted(micro_batch_sizes(self.job)) if 1 < size < self.job.global_batch_size]
+        rows = self.job.global_batch_size // plan.ranks
+        alike = [size for size in sorted(micro_batch_sizes(self.job, plan.ranks)) if 1 < size < rows]
         # The number of chunks changes with the micro-batch, and few rows to evaluate on make smaller batches there.
         chunked = isinstance(plan.loss, ChunkedLogits)
-        evaluates_whole = not self._evaluation_rows or 2 * plan.micro_batch_size <= self._evaluation_rows
+        evaluates_whole = not self._evaluation_rows or 2 * plan.micro_batch_size * plan.ranks <= self._evaluation_rows
         if plan.micro_batch_size not in alike[2:] or chunked or not evaluates_whole:
             return self.trace(plan)
         small, large = (replace(plan, micro_batch_size=size) for size in alike[:2])
@@ -330,7 +331,7 @@ class Predictor:
     def _work_per_micro_batch(self, plan: Plan) -> dict[Phase, Work]:
         trace = self.trace(plan)
         # Only the first step is counted, of one micro-batch unless it is the last step as well.
-        runs = 1 if self.job.steps > 1 else min(2, self.job.global_batch_size // plan.micro_batch_size)
+        runs = 1 if self.job.steps > 1 else min(2, plan.accumulation(self.job.global_batch_size))
         found = {phase: trace.work.get(phase, Work()) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         return {phase: Work(work.flops / runs, work.bytes / runs, work.operators / runs) for phase, work in found.items()}
 

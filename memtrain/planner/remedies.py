@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-
-from torch import nn
 
 from memtrain.check import suits
 from memtrain.device import Cuda, Device
 from memtrain.job import Approximation, Job
-from memtrain.models.build import FromModule, ModelSource, weight_dtype
+from memtrain.method import Full, Lora, Nf4, Unquantized
+from memtrain.models.build import FromModule, ModelSource
 from memtrain.plan import EightBit, Fused, OnDevice, OnHost, OptimizerState, Paged, PagedEightBit, Plan
 from memtrain.precision import Bf16, Fp32
-from memtrain.trace.simulate import RowShapes, dataless_model
-
-# The rank and target of adapters that peft's guides start from.
-_LORA_RANK = 16
+from memtrain.trace.simulate import RowShapes, dataless_model_of
 
 Changed = tuple[str, Job, ModelSource, RowShapes, Plan]
 
 
 def cheaper(job: Job, source: ModelSource, rows: RowShapes, plan: Plan, device: Device) -> Iterator[Changed]:
-    """Shorter rows, 8-bit state and adapters, where the job has none of them: (what it is called, job, model, rows, plan).
+    """16 bits, shorter rows, 8-bit state, adapters and 4 bits below them, where the job has none of these.
 
-    Only for language models, whose rows have a length.
+    Each is (what it is called, job, model, rows, plan). Only for language models, whose rows have a length.
     """
     if "input_ids" not in rows:
         return
@@ -44,38 +37,34 @@ def cheaper(job: Job, source: ModelSource, rows: RowShapes, plan: Plan, device: 
         for name, state in (("8-bit", EightBit()), ("paged 8-bit", PagedEightBit())):
             changed = replace(plan, optimizer_state=state, optimizer_kernel=Fused())
             yield f"{name} state (allow=[{eight_bit}])", allowed, source, rows, changed
-    if (adapted := _with_adapters(source, job)) is not None:
-        # The state of adapters is small, wherever it lies.
-        small = replace(plan, optimizer_state=OnDevice(), optimizer_kernel=Fused())
-        yield f"LoRA adapters of rank {_LORA_RANK} (a module of your own with peft)", job, FromModule(adapted), rows, small
+    # The state of adapters is small, wherever it lies.
+    small = replace(plan, optimizer_state=OnDevice(), optimizer_kernel=Fused())
+    for change, fewer in _with_adapters(job, source):
+        if _can_be_built(fewer, source):
+            yield change, fewer, source, rows, small
+
+
+def _with_adapters(job: Job, source: ModelSource) -> Iterator[tuple[str, Job]]:
+    """Adapters, and below them the frozen weights in 4 bits, where the job has neither."""
+    adapters = job.method if isinstance(job.method, Lora) else Lora()
+    with_adapters = replace(job, method=adapters)
+    if isinstance(job.method, Full):
+        yield f"method lora (adapters of rank {adapters.rank})", with_adapters
+    # A module that is given would lose its weights to their 4 bits.
+    if isinstance(job.quantization, Unquantized) and not isinstance(source, FromModule):
+        name = "quantization nf4" if isinstance(job.method, Lora) else "method lora with quantization nf4"
+        yield name, replace(with_adapters, quantization=Nf4())
+
+
+def _can_be_built(job: Job, source: ModelSource) -> bool:
+    """Whether the model takes adapters, and its layers go into 4 bits."""
+    try:
+        dataless_model_of(job, source)
+    except ValueError:
+        return False
+    return True
 
 
 def _in_16_bits(plan: Plan) -> OptimizerState:
     """State that bf16 allows: paged state has 32 bits."""
     return OnHost() if isinstance(plan.optimizer_state, Paged) else plan.optimizer_state
-
-
-def _with_adapters(source: ModelSource, job: Job) -> nn.Module | None:
-    """The model without data, frozen but for adapters on its linear layers; None for a module of the user's."""
-    if isinstance(source, FromModule):
-        return None
-    with _quietly():
-        from peft import LoraConfig, inject_adapter_in_model
-
-        model = dataless_model(source, weight_dtype(job.precision))
-        adapted: nn.Module = inject_adapter_in_model(LoraConfig(r=_LORA_RANK, target_modules="all-linear"), model)
-    return adapted
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what peft and bitsandbytes say to their developers when they are loaded."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -266,7 +266,7 @@ def _remedy(limits: Sequence[Limit], what: str) -> str:
     tightest = min(limits, key=lambda limit: limit.bytes)
     if tightest.source == "asked for":
         return f"raise {what}"
-    return "free memory" if tightest.source == "free now" else "take a machine with more"
+    return "free memory" if tightest.source.startswith("free now") else "take a machine with more"
 
 
 def _exactly(size: int, beside: str = "") -> str:

@@ -8,7 +8,7 @@ a window begins with the tensors that are known to be there: weights, gradients 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +131,17 @@ class MemoryProfiler:
         return self._numbers
 
 
-def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Kind, Tensor]]:
-    """The tensors that live between steps."""
+def held_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, buckets: Sequence[Tensor] = ()
+) -> Iterator[tuple[Kind, Tensor]]:
+    """The tensors that live between steps; ``buckets`` are there for gradients."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield Kind.WEIGHT, tensor
     for parameter in model.parameters():
         if parameter.grad is not None:
             yield Kind.GRADIENT, parameter.grad
+    for bucket in buckets:
+        yield Kind.GRADIENT, bucket
     if optimizer is not None:
         for state in optimizer.state.values():
             for value in state.values():

@@ -12,6 +12,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ from torch import Tensor, nn
 from memtrain.data.rows import Batch
 from memtrain.device import Cuda, Device
 from memtrain.job import Job
-from memtrain.models.build import FromModule, ModelSource, bytes_on, weight_dtype
+from memtrain.models.build import FromModule, ModelSource, bytes_on
+from memtrain.models.load import build_model
+from memtrain.models.quantize import move_unpacked_, scales
 from memtrain.models.save import largest_shard
-from memtrain.place import move_to_device_, placed
+from memtrain.place import placed
 from memtrain.plan import Plan
 from memtrain.run import Run, prepare
+from memtrain.trace.attention_cuda import collect_why_math
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Place, Trace
 from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes
+from memtrain.trace.kernels_bitsandbytes import NO_OUTLIERS, SPLIT_BY_SIZE, outliers_unknown, products_of
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
 from memtrain.trace.layouts import tensors_in
 from memtrain.trace.managed import paged_state
+from memtrain.trace.processes import processes_of
 from memtrain.trace.record import Recorder
 from memtrain.trace.values import Values, lift
 
@@ -50,13 +56,24 @@ class DatalessRecorder(Recorder):
         self._threads_with_workspace: set[bool] = set()
         # Operators whose kernel allocates nothing inside itself, by identity.
         self._plain: set[int] = set()
+        self._splits: dict[int, bool] = {}
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._values.is_plain_view(func, args, kwargs):
             return func(*args)
         if id(func) in _PRODUCTS:
             self._check_types(args)
+        elif self._splits_by_size(func) and (made := outliers_unknown(func, args, kwargs)) is not None:
+            self.assumed.setdefault(NO_OUTLIERS)
+            return made
         return as_laid_out(self._device, func, self._values.execute(func, args, kwargs), args)
+
+    def _splits_by_size(self, func: Any) -> bool:
+        """Whether it is one of the operators of 8-bit products; by identity, since a name is made anew each time."""
+        known = self._splits.get(id(func))
+        if known is None:
+            known = self._splits[id(func)] = func.name() in SPLIT_BY_SIZE
+        return known
 
     def _check_types(self, args: Any) -> None:
         """Data-less products take factors of different types, and no kernel does."""
@@ -94,15 +111,25 @@ def dataless_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> n
     A user's own module is copied without its data and stays untouched (rule 11).
     """
     with Values(lambda _: None).mode():
-        return _built(source, dtype)
+        return _built(source, lambda copied: copied.build(dtype))
 
 
-def _built(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+def dataless_model_of(job: Job, source: ModelSource) -> nn.Module:
+    """The model that a job trains, on data-less tensors: packed and with adapters where the job says so.
+
+    Raises:
+        ValueError: the model cannot be packed, or no adapters can be added.
+    """
+    with Values(lambda _: None).mode():
+        return _built(source, lambda copied: build_model(copied, job))
+
+
+def _built(source: ModelSource, build: Callable[[ModelSource], nn.Module]) -> nn.Module:
     """The data-less model, made under a mode that runs operators without data."""
     if isinstance(source, FromModule):
-        return _dataless_copy(source.module)
+        source = FromModule(_dataless_copy(source.module))
     with torch.device("meta"):
-        model = source.build(dtype)
+        model = build(source)
     _lift_buffers_(model)
     return model
 
@@ -150,31 +177,32 @@ def simulate(
         ValueError: the plan does not suit the job or the model.
     """
     recorder = DatalessRecorder(device)
-    with as_if_supported(), kernels_of(device), _without_collector():
+    with as_if_supported(), kernels_of(device), collect_why_math() as why_math, _without_collector():
         recorder.mark("load")
         with recorder, recorder.phase(Phase.LOAD):
-            model = _loaded(source, weight_dtype(job.precision), device)
+            model = _loaded(source, job, device)
         recorder.watch(model, vocabulary_of(model))
-        run = prepare(job, plan, model)
-        with paged_state(), recorder, _random_states(recorder):
+        with processes_of(plan.ranks):
+            run = prepare(job, plan, model)
+        with paged_state(), processes_of(plan.ranks), products_of(device), recorder, _random_states(recorder):
             record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
             if isinstance(device, Cuda):
                 # What is written to a file is on the host first.
                 with recorder.phase(Phase.SAVE), recorder.held(largest_shard(model), "save", HOST):
                     pass
-    return recorder.trace()
+    return replace(recorder.trace(), why_math=tuple(why_math))
 
 
-def _loaded(source: ModelSource, dtype: torch.dtype, device: Device) -> nn.Module:
+def _loaded(source: ModelSource, job: Job, device: Device) -> nn.Module:
     """The model as it is loaded: beside a card first on the host, and then tensor by tensor on the card.
 
-    A module that is on the card already is there.
+    Layers that are packed are packed on the card. A module that is on the card already is there.
     """
     if not isinstance(device, Cuda) or bytes_on(source, device.kind):
-        return _built(source, dtype)
+        return _built(source, lambda copied: build_model(copied, job))
     with placed(HOST):
-        model = _built(source, dtype)
-    return move_to_device_(model, "meta")
+        model = _built(source, lambda copied: build_model(copied, job, card="meta"))
+    return move_unpacked_(model, "meta")
 
 
 def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, evaluation_rows: int) -> None:
@@ -186,7 +214,9 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         new_batch: makes a batch of so many rows.
     """
     run.update = recorder.inside(Phase.UPDATE, run.update)
-    micro_batches = job.global_batch_size // plan.micro_batch_size
+    micro_batches = plan.accumulation(job.global_batch_size)
+    # Of several processes the first has the most rows to evaluate on.
+    rows_here = -(-evaluation_rows // plan.ranks)
 
     def batch_of(count: int) -> Batch:
         batch = new_batch(count)
@@ -195,14 +225,16 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         return batch
 
     def evaluate() -> None:
-        starts = range(0, evaluation_rows, plan.micro_batch_size)[:2]
+        starts = range(0, rows_here, plan.micro_batch_size)[:2]
         if starts:
             recorder.mark("evaluate")
             with recorder.phase(Phase.EVALUATE):
-                run.evaluate(batch_of(min(plan.micro_batch_size, evaluation_rows - start)) for start in starts)
+                run.evaluate(batch_of(min(plan.micro_batch_size, rows_here - start)) for start in starts)
 
     with recorder.phase(Phase.LOAD):
         recorder.track_weights()
+        for path, tensor in scales(run.model):
+            recorder.track(tensor, Kind.WEIGHT, path)
     # Before training and after it, as a run does: what an allocator keeps depends on what came before.
     evaluate()
     steps = min(2, job.steps)
@@ -211,12 +243,22 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         # An update is the same after any number of micro-batches, so only the last step accumulates.
         count = min(2 if number == steps else 1, micro_batches)
         # The rows of a step wait together; those of the micro-batches that are not run are held as one.
-        held = batch_of(job.global_batch_size - count * plan.micro_batch_size)
+        held = batch_of((micro_batches - count) * plan.micro_batch_size)
         run.step([batch_of(plan.micro_batch_size) for _ in range(count)])
+        track_state(recorder, run)
         recorder.first_step_done()
         del held
     evaluate()
     recorder.mark("save")
+
+
+def track_state(recorder: Recorder, run: Run) -> None:
+    """Count all state of the optimizer, also what an update put there after the optimizer's own step."""
+    paths: dict[Tensor, str] = {parameter: path for path, parameter in run.model.named_parameters()}
+    for parameter, state in run.optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                recorder.track(value, Kind.OPTIMIZER_STATE, paths.get(parameter, "").rpartition(".")[0])
 
 
 def dataless_batch(rows: RowShapes, count: int) -> dict[str, Tensor]:

@@ -363,22 +363,6 @@ def test_evaluating_without_rows_is_refused() -> None:
         trainer(eval_data=None).evaluate()
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate
-
-    class Two:
-        num_processes = 2
-
-        def __init__(self, cpu: bool) -> None: ...
-
-        @classmethod
-        def _reset_state(cls) -> None: ...
-
-    monkeypatch.setattr(accelerate, "PartialState", Two)
-    with pytest.raises(ValueError, match="several processes were started, and memtrain trains in one"):
-        trainer()
-
-
 def test_the_budget_is_the_smallest_of_asked_installed_and_free() -> None:
     run = trainer(budget="900TiB")
     assert [limit.source for limit in run.budget.limits] == ["asked for", "installed", "free now"]

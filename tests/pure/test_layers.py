@@ -22,7 +22,7 @@ LAYERS = (
     ("memtrain.schedule", "memtrain.metrics"),
     ("memtrain.trace.event",),
     ("memtrain.memory",),
-    ("memtrain.data", "memtrain.place"),
+    ("memtrain.data", "memtrain.place", "memtrain.distributed"),
     ("memtrain.models",),
     ("memtrain.inputs",),
     ("memtrain.features",),

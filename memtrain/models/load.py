@@ -1,0 +1,92 @@
+"""The model that a job trains: that of its source, packed in few bits and with adapters where the job says so.
+
+One order everywhere, with data and without: the base, packed block by block as it is built or tensor by tensor as it is
+read, and then the adapters on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memtrain.job import Job
+from memtrain.method import Int8, Lora, Unquantized
+from memtrain.models.adapters import add_adapters_
+from memtrain.models.build import FromConfig, FromModule, FromPretrained, ModelSource, model_class, weight_dtype
+from memtrain.models.quantize import build_quantized, quantize_, read_by_tensor, settings_for, settle_
+from memtrain.models.quietly import quietly
+from memtrain.precision import product_type
+
+
+def load_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Module:
+    """The model with its weights; a module that was given is itself, changed in place.
+
+    Args:
+        card: the torch device that packed layers lie on, None for the processor. What is not packed may be in the host's memory
+            still: :func:`memtrain.models.quantize.move_unpacked_` moves it.
+
+    Raises:
+        ValueError: the weights are not there, cannot be packed, or no adapters can be added.
+    """
+    _check(job)
+    return _with_adapters(_loaded_base(source, job, card), job)
+
+
+def build_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Module:
+    """The same with random weights on torch's default device: what planning makes, on "meta", without reading a weight file.
+
+    Raises:
+        ValueError: it cannot be packed, or no adapters can be added.
+    """
+    _check(job)
+    return _with_adapters(_built_base(source, job, card), job)
+
+
+def product_dtype(job: Job) -> torch.dtype:
+    """The type that packed weights are multiplied in: that of the precision's products.
+
+    Under autocast these have 16 bits, though the weights that are not packed have 32.
+    """
+    found: torch.dtype = getattr(torch, product_type(job.precision).replace("tf32", "float32"))
+    return found
+
+
+def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
+    return add_adapters_(model, job.method) if isinstance(job.method, Lora) else model
+
+
+def _check(job: Job) -> None:
+    if isinstance(job.quantization, Int8) and isinstance(job.method, Lora) and job.method.use_dora:
+        # peft moves the layer's weight at each forward, which loses its scales.
+        raise ValueError(
+            "use_dora is true and quantization is int8, in which peft's DoRA does not run: set quantization to nf4, or use_dora "
+            "to false."
+        )
+
+
+def _trained_whole(job: Job) -> tuple[str, ...]:
+    return job.method.modules_to_save if isinstance(job.method, Lora) else ()
+
+
+def _built_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
+    dtype, products, whole = weight_dtype(job.precision), product_dtype(job), _trained_whole(job)
+    if isinstance(job.quantization, Unquantized):
+        return source.build(dtype)
+    if isinstance(source, FromModule):
+        return quantize_(source.module, job.quantization, products, keep=whole, card=card)
+    made = model_class(source.config)
+    return build_quantized(made, source.config, dtype, job.quantization, products, keep=whole, card=card)
+
+
+def _loaded_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
+    dtype, products = weight_dtype(job.precision), product_dtype(job)
+    if isinstance(job.quantization, Unquantized):
+        return source.load(dtype)
+    if not isinstance(source, FromPretrained):
+        return _built_base(source, job, card)
+    with torch.device("meta"):
+        architecture = FromConfig(source.config).build(dtype)
+    settings = settings_for(architecture, job.quantization, products, _trained_whole(job))
+    with quietly(), read_by_tensor():
+        model = source.load(dtype, quantization_config=settings, device_map={"": card or "cpu"})
+    return settle_(model, products)
