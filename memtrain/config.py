@@ -219,6 +219,11 @@ def _data(values: Mapping[str, Any]) -> DataSettings:
     _not_both(values, "source", "path", "data.")
     source, vocab_size = values["source"], values["tokenizer"]["train_vocab_size"]
     require(source is None or source in SOURCES, "data.source", source, f"one of {', '.join(SOURCES)}")
+    if source == "stdlib_docstrings" and values["eval_path"] is not None:
+        raise ValueError(
+            f"data.eval_path is {values['eval_path']}, and data.source {source} has pairs where that has text: "
+            f"set data.eval_path to null, and data.held_out to what is held out."
+        )
     require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
     require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
     require(

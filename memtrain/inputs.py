@@ -9,6 +9,7 @@ from typing import Any
 from memtrain.data.rows import Row, Rows, TokenRows, check_rows
 from memtrain.data.text import read_documents
 from memtrain.device import Device
+from memtrain.models import gguf
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, weight_dtype
 from memtrain.precision import Precision
 
@@ -86,7 +87,8 @@ def check_module(model: ModelSource, precision: Precision, device: Device) -> No
 def _at(path: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    folder, file = gguf.pretrained(path)
+    return AutoTokenizer.from_pretrained(folder, **file)
 
 
 def _config(model: ModelSource, name: str) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from memtrain import machine
 from memtrain.config import DataSettings, Settings, check_text, names_text
-from memtrain.data.rows import TokenRows
+from memtrain.data.instructions import CompletionRows, hold_out_groups, library_docstrings
+from memtrain.data.rows import Rows, TokenRows
 from memtrain.data.text import hold_out, python_documentation, read_documents
 from memtrain.data.tokenizer import train_tokenizer
 from memtrain.device import Device
@@ -77,16 +80,12 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
     """The Trainer that the settings describe, which must name a text."""
     data = settings.data
     model = _model(settings)
-    training, held_out = _text(data)
-    if data.tokenizer.train_vocab_size is not None:
-        tokenizer = train_tokenizer(training, data.tokenizer.train_vocab_size)
-    else:
-        # Asked for by path even where it is the model's, because without one there are no rows.
-        tokenizer = load_tokenizer(data.tokenizer.path or settings.model.path, model)
+    rows = _completion_rows if data.source == "stdlib_docstrings" else _text_rows
+    training, held_out, tokenizer = rows(data, model, settings.model.path)
     return Trainer(
         model=model,
-        data=TokenRows.of(training, tokenizer, data.sequence_length),
-        eval_data=TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None,
+        data=training,
+        eval_data=held_out,
         tokenizer=tokenizer,
         budget=_budget(settings, device),
         global_batch_size=settings.global_batch_size,
@@ -145,6 +144,35 @@ def _model(settings: Settings) -> ModelSource:
 
 def _budget(settings: Settings, device: Device) -> Budget:
     return machine.budget_for(device, settings.budget_bytes, settings.headroom_bytes, settings.host_bytes)
+
+
+def _text_rows(data: DataSettings, model: ModelSource, model_path: str | None) -> tuple[Rows, Rows | None, Any]:
+    """Rows of text to train on and to evaluate on, and the tokenizer that made them."""
+    training, held_out = _text(data)
+    tokenizer = _tokenizer(data, model, model_path, training)
+    rows = TokenRows.of(training, tokenizer, data.sequence_length)
+    return rows, TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None, tokenizer
+
+
+def _completion_rows(data: DataSettings, model: ModelSource, model_path: str | None) -> tuple[Rows, Rows | None, Any]:
+    """The same of docstrings to be written; how many do not fit is printed, since nothing else tells."""
+    pairs = library_docstrings()
+    training, held_out = hold_out_groups(pairs, data.held_out) if data.held_out else (pairs, [])
+    tokenizer = _tokenizer(data, model, model_path, (f"{pair.prompt}\n\n{pair.completion}" for pair in training))
+    rows = CompletionRows.of(training, tokenizer, data.sequence_length)
+    print(f"trained on: {rows}")
+    if not held_out:
+        return rows, None, tokenizer
+    evaluated = CompletionRows.of(held_out, tokenizer, data.sequence_length)
+    print(f"evaluated on: {evaluated}")
+    return rows, evaluated, tokenizer
+
+
+def _tokenizer(data: DataSettings, model: ModelSource, model_path: str | None, text: Iterable[str]) -> Any:
+    if data.tokenizer.train_vocab_size is not None:
+        return train_tokenizer(text, data.tokenizer.train_vocab_size)
+    # Asked for by path even where it is the model's, because without one there are no rows.
+    return load_tokenizer(data.tokenizer.path or model_path, model)
 
 
 def _text(data: DataSettings) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from memtrain.method import Method, Quantization
 from memtrain.plan import POLICIES, policy_name
 from memtrain.precision import Precision
 
-SOURCES = ("python_docs",)
+SOURCES = ("python_docs", "stdlib_docstrings")
 
 
 def _key(default: Any, sentence: str) -> Any:
@@ -31,7 +31,9 @@ def _key(default: Any, sentence: str) -> Any:
 
 @dataclass
 class ModelSchema:
-    path: str | None = _key(None, "a local folder or hub id, for weights and tokenizer")
+    path: str | None = _key(
+        None, "for weights and tokenizer: a local folder, a hub id, a .gguf file, or package:NAME/FILE.gguf"
+    )
     # What can be a dictionary or a list is mutable to the linter, so such fields are spelled out.
     config: dict[str, Any] | None = field(
         default=None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memtrain.models import gguf
 from memtrain.precision import Precision, weight_type
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class FromConfig:
 
 @dataclass(frozen=True)
 class FromPretrained:
-    """A folder in HuggingFace format, or the id of one on the hub."""
+    """A folder in HuggingFace format, the id of one on the hub, or a GGUF file."""
 
     path: str
     config: PretrainedConfig
@@ -83,14 +84,17 @@ class FromPretrained:
         Raises:
             ValueError: they are not there.
         """
+        folder, file = gguf.pretrained(self.path)
+        if file:
+            settings = {**file, **gguf.unpacked(), **settings}
         try:
-            model: nn.Module = model_class(self.config).from_pretrained(self.path, config=self.config, dtype=dtype, **settings)
+            model: nn.Module = model_class(self.config).from_pretrained(folder, config=self.config, dtype=dtype, **settings)
         except OSError as error:
             raise ValueError(
                 f"the weights at {self.path!r} cannot be loaded ({_first_line(error)}): give a folder that save_pretrained "
                 f"wrote, or fetch the model first."
             ) from error
-        return model
+        return gguf.settle_(model) if file else model
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -135,6 +139,8 @@ def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
     path = os.fspath(model)
     if config is not None:
         return FromPretrained(path, _config_of(config))
+    if gguf.names_gguf(path):
+        return FromPretrained(path, gguf.read_config(path))
     local = Path(path).expanduser()
     if local.is_dir():
         path = str(local)

