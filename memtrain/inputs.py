@@ -11,6 +11,7 @@ from memtrain.data.text import read_documents
 from memtrain.device import Device
 from memtrain.models import gguf
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, weight_dtype
+from memtrain.plan import policy_name
 from memtrain.precision import Precision
 
 # Text is cut into rows of at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
@@ -77,9 +78,10 @@ def check_module(model: ModelSource, precision: Precision, device: Device) -> No
             raise ValueError(
                 f"parameter {path} is on {parameter.device}, and memtrain trains on device {device.name}: call model.cpu()."
             )
-        if parameter.dtype != dtype:
+        # What is frozen may have any type: a base in 16 bits under adapters in 32.
+        if parameter.requires_grad and parameter.dtype != dtype:
             raise ValueError(
-                f"parameter {path} is {parameter.dtype}, and precision {type(precision).__name__.lower()} trains {dtype}: "
+                f"parameter {path} is {parameter.dtype}, and precision {policy_name(type(precision))} trains {dtype}: "
                 f"call model.to({dtype})."
             )
 

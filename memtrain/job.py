@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
-from memtrain.method import Full, Method, Quantization, Unquantized
+from memtrain.method import Full, Int8, Lora, Method, Quantization, Unquantized
 from memtrain.precision import Fp32, Precision
 from memtrain.require import require
 from memtrain.units import format_bytes, parse_bytes
@@ -253,6 +253,12 @@ class Job:
             raise ValueError(
                 f"quantization holds weights in {bits} bits, which cannot be trained, and method is full: "
                 f"set method to lora, or quantization to unquantized."
+            )
+        if isinstance(self.quantization, Int8) and isinstance(self.method, Lora) and self.method.use_dora:
+            # peft moves the layer's weight at each forward, which loses its scales.
+            raise ValueError(
+                "use_dora is true and quantization is int8, in which peft's DoRA does not run: "
+                "set quantization to nf4, or use_dora to false."
             )
         approximations(self.allow)
         require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")

@@ -30,9 +30,10 @@ from memtrain.measure import meter
 from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import RunFolder, RunLog
 from memtrain.models.build import FromModule, bytes_on, source, weight_dtype
+from memtrain.models.load import load_model
 from memtrain.models.objective import check_suits
-from memtrain.models.save import no_progress_bars, save_model
-from memtrain.place import move_to_device_
+from memtrain.models.quantize import move_unpacked_
+from memtrain.models.save import no_progress_bars, save_merged, save_model
 from memtrain.plan import parse_constraints
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
@@ -281,6 +282,15 @@ class Trainer:
         if not self.processes.rank:
             save_model(self.model, self.tokenizer, folder)
 
+    def save_merged(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model with its adapters added to its weights, in the type of the precision, with its tokenizer; the first process does.
+
+        Raises:
+            ValueError: the model has no adapters, or has been quantised and there are no weights to load again.
+        """
+        if not self.processes.rank:
+            save_merged(self.model, self.source, weight_dtype(self.job.precision), self.tokenizer, folder)
+
     @property
     def model(self) -> nn.Module:
         """The real model, loaded on first use; a module that was given is itself."""
@@ -295,9 +305,10 @@ class Trainer:
             # A module that is given is there already.
             loads = isinstance(self.device, Cuda) or not isinstance(self.source, FromModule)
             with self._meter.window("load", Phase.LOAD) if loads else nullcontext(), no_progress_bars():
-                self._model = self.source.load(weight_dtype(self.job.precision))
-                if isinstance(self.device, Cuda):
-                    move_to_device_(self._model, self.device.kind)
+                card = self.device.kind if isinstance(self.device, Cuda) else None
+                self._model = load_model(self.source, self.job, card)
+                if card is not None:
+                    move_unpacked_(self._model, card)
             distributed.differ_by_rank(self.job.seed, self.processes.rank)
         return self._model
 

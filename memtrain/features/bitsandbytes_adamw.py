@@ -10,7 +10,6 @@ Source: the bitsandbytes library, which is imported when it is asked for.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.features.optimizers import decay_groups
+from memtrain.models.quietly import quietly
 
 
 def bitsandbytes_adamw(
@@ -103,16 +103,11 @@ def _bitsandbytes() -> Any:
     Raises:
         ValueError: it is not installed.
     """
-    # On some processors each import regrets a kernel for 4-bit products, which no optimizer takes.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        return importlib.import_module("bitsandbytes")
+        with quietly():
+            return importlib.import_module("bitsandbytes")
     except ImportError as missing:
         raise ValueError(
             f"8-bit and paged optimizer state need bitsandbytes, which cannot be imported here ({missing}): "
             f"pip install bitsandbytes, or keep the state on the device."
         ) from missing
-    finally:
-        logger.setLevel(level)

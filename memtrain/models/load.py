@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from memtrain.job import Job
-from memtrain.method import Int8, Lora, Unquantized
+from memtrain.method import Lora, Unquantized
+from memtrain.models import gguf
 from memtrain.models.adapters import add_adapters_
 from memtrain.models.build import FromConfig, FromModule, FromPretrained, ModelSource, model_class, weight_dtype
 from memtrain.models.quantize import build_quantized, quantize_, read_by_tensor, settings_for, settle_
@@ -28,7 +29,6 @@ def load_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Mod
     Raises:
         ValueError: the weights are not there, cannot be packed, or no adapters can be added.
     """
-    _check(job)
     return _with_adapters(_loaded_base(source, job, card), job)
 
 
@@ -38,7 +38,6 @@ def build_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Mo
     Raises:
         ValueError: it cannot be packed, or no adapters can be added.
     """
-    _check(job)
     return _with_adapters(_built_base(source, job, card), job)
 
 
@@ -53,15 +52,6 @@ def product_dtype(job: Job) -> torch.dtype:
 
 def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
     return add_adapters_(model, job.method) if isinstance(job.method, Lora) else model
-
-
-def _check(job: Job) -> None:
-    if isinstance(job.quantization, Int8) and isinstance(job.method, Lora) and job.method.use_dora:
-        # peft moves the layer's weight at each forward, which loses its scales.
-        raise ValueError(
-            "use_dora is true and quantization is int8, in which peft's DoRA does not run: set quantization to nf4, or use_dora "
-            "to false."
-        )
 
 
 def _trained_whole(job: Job) -> tuple[str, ...]:
@@ -84,6 +74,9 @@ def _loaded_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
         return source.load(dtype)
     if not isinstance(source, FromPretrained):
         return _built_base(source, job, card)
+    if gguf.names_gguf(source.path):
+        # transformers does not pack what it unpacks.
+        return quantize_(source.load(dtype), job.quantization, products, keep=_trained_whole(job), card=card)
     with torch.device("meta"):
         architecture = FromConfig(source.config).build(dtype)
     settings = settings_for(architecture, job.quantization, products, _trained_whole(job))

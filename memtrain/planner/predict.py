@@ -20,7 +20,8 @@ from memtrain.memory.extend import NotAlike, extend
 from memtrain.memory.footprint import Footprint, footprint
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.blocks import Part, blocks, parts
-from memtrain.models.build import ModelSource, weight_dtype
+from memtrain.models.build import ModelSource
+from memtrain.models.quantize import scales
 from memtrain.plan import (
     Activations,
     ChunkedLogits,
@@ -42,7 +43,7 @@ from memtrain.planner.cost import CostModel
 from memtrain.planner.remedies import cheaper
 from memtrain.precision import Bf16, Bf16Master, Rounding
 from memtrain.trace.event import Kind, Phase, Trace, Work
-from memtrain.trace.simulate import RowShapes, dataless_model, simulate
+from memtrain.trace.simulate import RowShapes, dataless_model_of, simulate
 
 # bitsandbytes pages the state of tensors of so many elements (optim/optimizer.py, get_state_buffer), and keeps the 8-bit state
 # of embeddings in 32 bits, so what it pages is this or more.
@@ -98,7 +99,7 @@ class Predictor:
         self._recomputed_by: dict[Activations, Set[str]] = {}
         self._refused: dict[Activations, str] = {}
         self._peaks: dict[Plan, tuple[int, Mapping[tuple[str, str], int]]] = {}
-        self.model = dataless_model(source, weight_dtype(job.precision))
+        self.model = dataless_model_of(job, source)
         found = blocks(self.model)
         self._blocks = list(found)
         self.blocks = len(found)
@@ -107,7 +108,7 @@ class Predictor:
             part: _elements(there.values()) / max(1, _elements(found.values())) for part, there in self._parts.items()
         }
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self.weight_bytes = sum(one.nbytes for one in (*self.model.parameters(), *(scale for _, scale in scales(self.model))))
 
     def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
         """Changes of the job that people make when nothing fits: what each is called, its predictor and its plan."""

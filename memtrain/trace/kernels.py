@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from memtrain.device import Device
-from memtrain.trace import autocast, kernels_cpu, kernels_cuda
+from memtrain.trace import autocast, kernels_bitsandbytes, kernels_cpu, kernels_cuda
 from memtrain.trace.layouts import tensors_in
 
 _KEY_NAME = "AutocastIPU"
@@ -31,7 +31,10 @@ _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 
 _KERNELS = {"cpu": kernels_cpu.KERNELS, "cuda": kernels_cuda.KERNELS}
 _RESULTS = {"cpu": kernels_cpu.RESULTS, "cuda": kernels_cuda.RESULTS}
-_SCRATCH = {"cpu": kernels_cpu.SCRATCH, "cuda": kernels_cuda.SCRATCH}
+_SCRATCH = {
+    "cpu": kernels_cpu.SCRATCH | kernels_bitsandbytes.SCRATCH_CPU,
+    "cuda": kernels_cuda.SCRATCH | kernels_bitsandbytes.SCRATCH,
+}
 
 
 def as_laid_out(device: Device, operator: Any, out: Any, args: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memtrain.memory.timeline import MemoryTimeline
+from memtrain.models.quantize import scales
 from memtrain.trace.event import Event, Kind, Phase, Trace
 
 _UPDATE = "memtrain::update"
@@ -135,7 +136,7 @@ def held_by(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, buckets: Sequence[Tensor] = ()
 ) -> Iterator[tuple[Kind, Tensor]]:
     """The tensors that live between steps; ``buckets`` are there for gradients."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers(), *(scale for _, scale in scales(model))):
         yield Kind.WEIGHT, tensor
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
 
     def workspace(self, size: int, func: Any, *, kept: bool = False) -> None:
         """Count ``size`` bytes that the kernel of ``func`` takes, and frees again unless they are ``kept``."""
-        storage = self._new(size, _short_name(func), self._here(), DEVICE, last_dim=0)
+        storage = self._new(size, _short_name(func), self._here(), said_place() or DEVICE, last_dim=0)
         storage.kind = Kind.WORKSPACE
         if not kept:
             self._died(storage)

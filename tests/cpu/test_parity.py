@@ -5,19 +5,25 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import is_dataclass, replace
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from toys import CASES, Case, batch
 
+import memtrain.job
+import memtrain.method
+import memtrain.plan
+import memtrain.precision
 from memtrain.data.rows import Batch
 from memtrain.device import Cpu
 from memtrain.features import chunked_loss
 from memtrain.job import Approximation, Job
 from memtrain.memory.timeline import MemoryTimeline
-from memtrain.models.build import weight_dtype
+from memtrain.method import Int8, Lora, Nf4
+from memtrain.models.load import load_model
 from memtrain.plan import (
     POLICIES,
     ChunkedLogits,
@@ -38,7 +44,7 @@ from memtrain.plan import (
     Sdpa,
     Single,
 )
-from memtrain.precision import Bf16
+from memtrain.precision import Bf16, Rounding
 from memtrain.run import prepare
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Trace
 from memtrain.trace.processes import processes_of
@@ -116,7 +122,7 @@ def real_trace(case: Case, job: Job, plan: Plan) -> Trace:
     torch.manual_seed(0)
     recorder = Recorder()
     with recorder, recorder.phase(Phase.LOAD):
-        model = case.build().load(weight_dtype(job.precision))
+        model = load_model(case.build(), job)
     recorder.watch(model, vocabulary_of(model))
     run = prepare(job, plan, model)
     rows = batch(case, job.global_batch_size)
@@ -154,17 +160,33 @@ def events(trace: Trace) -> list[tuple[int, str]]:
     return ordered + sorted(frees)
 
 
-def assert_alike(case: Case, job: Job, plan: Plan) -> Trace:
-    """The simulated trace, which does what the real one does."""
+def both(case: Case, job: Job, plan: Plan) -> tuple[Trace, Trace]:
+    """The real trace and the simulated one, which does the same from the first step on."""
     predicted = simulate(job, plan, case.build(), shapes_of(case), PROCESSOR, evaluation_rows=EVALUATION_ROWS)
     # Other processes are not there in either; tests/cpu/test_data_parallel.py holds this against two that are.
     with processes_of(plan.ranks):
         measured = real_trace(case, job, plan)
     real, simulated = events(measured), events(predicted)
     assert real == simulated, "\n".join(itertools.islice(difflib.unified_diff(*map(lines, (real, simulated)), lineterm=""), 40))
+    assert held_as_weights(measured) == held_as_weights(predicted)
+    return measured, predicted
+
+
+def held_as_weights(trace: Trace) -> int:
+    return sum(event.bytes for event in trace.events if event.kind is Kind.WEIGHT and event.bytes > 0)
+
+
+def load_peak(trace: Trace) -> int:
+    """The peak of loading, without scratch inside kernels, which is not seen where they run."""
+    seen = replace(trace, events=tuple(event for event in trace.events if event.kind is not Kind.WORKSPACE))
+    return MemoryTimeline(seen).peak_by_phase()[Phase.LOAD]
+
+
+def assert_alike(case: Case, job: Job, plan: Plan) -> Trace:
+    """The simulated trace, which does what the real one does, loading included."""
+    measured, predicted = both(case, job, plan)
     # Building draws random numbers only with data; what it holds at once is the same.
-    loading = [MemoryTimeline(trace).peak_by_phase()[Phase.LOAD] for trace in (measured, predicted)]
-    assert loading[0] == loading[1]
+    assert load_peak(measured) == load_peak(predicted)
     return predicted
 
 
@@ -186,6 +208,47 @@ def test_the_simulated_step_allocates_what_the_real_step_allocates(name: str, pl
     assert bool(predicted.assumed) == ("attention_mask" in case.row(0))
     places = {event.place for event in predicted.events}
     assert places == ({DEVICE, HOST} if isinstance(plan.optimizer_state, OnHost) else {DEVICE})
+
+
+# The facts of a job that are classes of a union; a new class is tested from the day it is added, and so is a new union.
+FACTS = {
+    name: get_args(kind)
+    for name, kind in get_type_hints(Job).items()
+    if get_args(kind) and all(is_dataclass(member) for member in get_args(kind))
+}
+FACT_SETTINGS: dict[type, list[Any]] = {
+    Bf16: [Bf16(rounding) for rounding in Rounding],
+    Lora: [Lora(rank=4), Lora(rank=4, use_rslora=True, use_dora=True)],
+    Nf4: [Nf4(), Nf4(double_quantization=False)],
+    Int8: [Int8(), Int8(threshold=0.0)],
+}
+
+
+def facts() -> Iterator[Any]:
+    """A job for each class of each union of a job."""
+    for field, classes in FACTS.items():
+        for fact in itertools.chain.from_iterable(FACT_SETTINGS.get(cls, [cls()]) for cls in classes):
+            job = Job(model="toy", global_batch_size=4, steps=2)
+            # What is held in few bits cannot be trained.
+            method = {"method": Lora(rank=4)} if field == "quantization" else {}
+            yield pytest.param(replace(job, **method, **{field: fact}), id=f"{field}={fact}")
+
+
+@pytest.mark.parametrize("job", list(facts()))
+def test_a_fact_of_the_job_is_simulated_as_it_is(job: Job) -> None:
+    measured, predicted = both(CASES["llama"], job, Plan(micro_batch_size=2))
+    # Adapters are cast one after another where they have data (test_adapter_parity.py).
+    assert load_peak(measured) <= load_peak(predicted)
+
+
+def test_every_union_of_classes_is_a_field_of_the_plan_or_of_the_job() -> None:
+    unions = {
+        frozenset(get_args(value))
+        for module in (memtrain.plan, memtrain.job, memtrain.precision, memtrain.method)
+        for value in vars(module).values()
+        if isinstance(value, UnionType) and all(is_dataclass(member) for member in get_args(value))
+    }
+    assert unions == {frozenset(classes) for classes in (*POLICIES.values(), *FACTS.values())}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2_with_dropout"])
