@@ -22,7 +22,7 @@ from rich.text import Text
 from memtrain.job import Budget
 from memtrain.memory.footprint import Footprint
 from memtrain.method import Full, Unquantized
-from memtrain.plan import POLICIES, Plan, Single
+from memtrain.plan import POLICIES, Plan, Single, policy_name
 from memtrain.planner.choice import Choice, Comparison, Rejected
 from memtrain.trace.attention import attention_line
 from memtrain.trace.event import Kind
@@ -170,12 +170,11 @@ class TrainingProgress:
 def _job(choice: Choice) -> Text:
     job = choice.job
     optimizer = f"{type(job.optimizer).__name__} at learning rate {job.optimizer.learning_rate:g}"
-    trains = "" if isinstance(job.method, Full) else f", trains {job.method}"
     packed = "" if isinstance(job.quantization, Unquantized) else f", {job.quantization}"
-    return Text(
-        f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}{trains}{packed}, "
-        f"precision {job.precision}"
-    )
+    # Adapters have a type of their own, so the precision says what the rest is in.
+    trained = isinstance(job.method, Full)
+    facts = f"precision {job.precision}" if trained else f"{job.method}{packed}, precision {policy_name(type(job.precision))}"
+    return Text(f"{job.model}, global batch size {job.global_batch_size}, {job.steps} steps, {optimizer}, {facts}")
 
 
 def _budget(budget: Budget) -> RenderableType:
