@@ -245,7 +245,8 @@ class Trainer:
                         step + 1,
                         loss=row["loss"],
                         per_second=speed,
-                        memory_bytes=self._meter.held_bytes(),
+                        # Every weight and its state is asked for its size, for nobody where nothing is shown.
+                        memory_bytes=self._meter.held_bytes() if self._progress else 0,
                         peak_bytes=self._meter.peak_bytes,
                     )
                     if self._evaluates_after(step):

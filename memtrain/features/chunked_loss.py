@@ -260,4 +260,7 @@ def _loss_of_stand_in(model: Any, head: nn.Linear, chunk_tokens: int | None) -> 
     with torch.autocast(hidden.device.type, enabled=False):
         loss = stand_in(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
         loss.backward()
-    return tuple(tensor.detach() for tensor in (loss, hidden.grad, *(parameter.grad for parameter in narrow.parameters())))
+    found = tuple(tensor.detach() for tensor in (loss, hidden.grad, *(parameter.grad for parameter in narrow.parameters())))
+    # A chunked forward holds the stand-in and the stand-in its forward: left so, it would live until Python next collects.
+    stand_in.__dict__.clear()
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -364,3 +365,15 @@ def test_a_head_whose_logits_are_linear_in_the_hidden_states_passes_and_trains_t
     assert refusal(model) is None
     chunk_loss_(model, 8)
     torch.testing.assert_close(model(**rows).loss, expected)
+
+
+def test_the_proof_leaves_nothing_behind() -> None:
+    model = CASES["llama"].build().load()
+    gc.collect()
+    gc.disable()
+    try:
+        assert refusal(model) is None
+        left = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.shape == (VOCABULARY, 8)]
+    finally:
+        gc.enable()
+    assert left == []
