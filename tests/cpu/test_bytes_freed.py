@@ -13,7 +13,7 @@ from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Approximation, Job
 from memtrain.memory.footprint import footprint
 from memtrain.memory.timeline import MemoryTimeline
-from memtrain.models.build import source
+from memtrain.models.build import source, weight_dtype
 from memtrain.plan import (
     Activations,
     AfterBackward,
@@ -35,6 +35,7 @@ from memtrain.plan import (
     RecomputeSelective,
     Update,
 )
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding, updates_in_fp32
 from memtrain.trace.event import DEVICE, HOST, MANAGED, Kind, Phase, Place, Trace
 from memtrain.trace.simulate import RowShapes, simulate
 
@@ -73,6 +74,37 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight", "gradient", "state"),
+    [
+        (Fp32(), 4, 4, 8),
+        (AutocastBf16(), 4, 4, 8),
+        (AutocastFp16(), 4, 4, 8),
+        (Bf16Master(), 2, 2, 12),
+        (Bf16(), 2, 2, 4),
+        (Bf16(Rounding.COMPENSATED), 2, 2, 6),
+        (Bf16(Rounding.STOCHASTIC), 2, 2, 4),
+    ],
+    ids=str,
+)
+def test_a_precision_holds_what_its_page_says(precision: Precision, weight: int, gradient: int, state: int) -> None:
+    """Bytes a parameter: weights and state after the run, gradients at their most."""
+    dtype = weight_dtype(precision)
+    job = dataclasses.replace(JOB, precision=precision)
+    trace = simulate(job, PLAIN, source(Stack().to(dtype)), {"x": ((WIDTH,), dtype)}, PROCESSOR)
+    timeline = MemoryTimeline(trace)
+    held = dict.fromkeys(Kind, 0)
+    for event in timeline.live_at(len(timeline.events)):
+        held[event.kind] += event.bytes
+    gradients = max(sums[Kind.GRADIENT] for _, sums in timeline.curves())
+    parameters, tensors = 2 * BLOCKS * WIDTH * WIDTH, 2 * BLOCKS
+    assert held[Kind.WEIGHT] == weight * parameters
+    # An update in fp32 casts one gradient at a time, which is gone before the next.
+    assert gradients == gradient * parameters + (4 * WIDTH * WIDTH if updates_in_fp32(precision) else 0)
+    # Each step count is 4 bytes.
+    assert held[Kind.OPTIMIZER_STATE] == state * parameters + 4 * tensors
 
 
 def traced(plan: Plan, job: Job = JOB, device: Device = PROCESSOR) -> Trace:

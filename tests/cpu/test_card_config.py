@@ -182,7 +182,7 @@ def test_a_recipe_that_names_an_unknown_device_is_told_the_nearest(mine: Path, c
     (mine / "mine.yaml").write_text(yaml.safe_dump({**yaml.safe_load(MY_CARD), "device": "rtx_3080"}))
     assert main(["recipe=mine.yaml"]) == 2
     assert capsys.readouterr().err.startswith(
-        "memtrain: device 'rtx_3080' is not described: the nearest are rtx_3090, rtx_4090;"
+        "memtrain: device 'rtx_3080' is not described: the nearest are rtx_3090, rtx_3070;"
     )
 
 

@@ -120,8 +120,18 @@ def test_every_policy_can_be_chosen(group: str) -> None:
     for option, policy in ALTERNATIVES[f"plan/{group}"].classes.items():
         expected = {} if option == "auto" else {group: policy()}
         # An update during backward rules out clipping, whatever the recipe says; where state can lie is said by the device.
-        given = ["max_grad_norm=null", f"allow=[{','.join(Approximation)}]", "device=l4"]
+        # What runs in 16 bits only asks for them.
+        precision = "autocast_bf16" if option == "flash_attention" else "fp32"
+        given = ["max_grad_norm=null", f"allow=[{','.join(Approximation)}]", "device=l4", f"precision={precision}"]
         assert one(f"plan.{group}={option}", *given).constraints == expected
+
+
+def test_pairs_are_held_out_and_not_read_from_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data=stdlib_docstrings", "data.eval_path=x"]) == 2
+    assert capsys.readouterr().err == (
+        "memtrain: data.eval_path is x, and data.source stdlib_docstrings has pairs where that has text: "
+        "set data.eval_path to null, and data.held_out to what is held out.\n"
+    )
 
 
 def test_another_option_keeps_what_it_shares_with_the_one_of_the_recipe() -> None:
@@ -185,8 +195,11 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("recipe=quikstart", "there is no recipe 'quikstart': did you mean quickstart?"),
         ("recipe=./mien.yaml", "there is no recipe file ./mien.yaml: did you mean mine.yaml?"),
         ("recipe=./zzz.yml", "there is no recipe file ./zzz.yml: give the path of a YAML file, or the name of a recipe."),
-        ("model=lama_5m", "model is 'lama_5m', and it must be one of llama2_7b, llama_5m, pretrained."),
-        ("model=null", "model is null, and it must be one of llama2_7b, llama_5m, pretrained."),
+        (
+            "model=lama_5m",
+            "model is 'lama_5m', and it must be one of llama2_7b, llama3_1b, llama3_8b, llama_5m, pretrained, smollm2.",
+        ),
+        ("model=null", "model is null, and it must be one of llama2_7b, llama3_1b, llama3_8b, llama_5m, pretrained, smollm2."),
         ("plan=keep", "plan is 'keep', and it must be set key by key, as in plan.KEY=VALUE."),
         (
             "plan.activations=recomput",
@@ -222,7 +235,7 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("model.path=x", "data.tokenizer.train_vocab_size is 4096, and the weights at model.path know only"),
         ("model.config=null", "neither model.path nor model.config is set: write model.path=PATH or choose a model=NAME."),
         ("model.config.model_type=null", "model.config has no model_type"),
-        ("data.source=wiki", "data.source is 'wiki', and it must be one of python_docs."),
+        ("data.source=wiki", "data.source is 'wiki', and it must be one of python_docs, stdlib_docstrings."),
         ("data.path=x", "data.source and data.path are both set, and only one can hold: set the other to null."),
         ("data.sequence_length=1", "data.sequence_length is 1, and it must be 2 or more tokens."),
         ("data.held_out=1", "data.held_out is 1.0, and it must be from 0 (evaluate on nothing) to 0.5."),

@@ -14,6 +14,7 @@ import pytest
 from memtrain.command_line import compose_jobs
 from memtrain.config import settings
 from memtrain.plan import POLICIES, policy_name
+from memtrain.schema import ALTERNATIVES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -55,6 +56,17 @@ def test_every_field_of_the_plan_has_a_page_that_names_its_policies(field: str) 
     assert f"plan.{field}" in page
     for policy in POLICIES.get(field, ()):
         assert f"`{policy_name(policy)}`" in page
+
+
+@pytest.mark.parametrize("field", ["precision", "method", "quantization", "optimizer"])
+def test_every_union_of_the_job_has_a_page_that_names_its_options(field: str) -> None:
+    link = re.search(rf"\[`{field}`\]\((docs/\w+\.md)\)", README)
+    assert link, f"the README's table does not link {field}"
+    page = (ROOT / link[1]).read_text(encoding="utf-8")
+    assert f"{field}=" in page
+    for option in ALTERNATIVES[field].classes:
+        assert f"`{option}`" in page or f"{field}={option}" in page
+        assert f"`{option}`" in README
 
 
 def test_the_readme_shows_command_lines() -> None:
