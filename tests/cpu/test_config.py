@@ -126,14 +126,6 @@ def test_every_policy_can_be_chosen(group: str) -> None:
         assert one(f"plan.{group}={option}", *given).constraints == expected
 
 
-def test_pairs_are_held_out_and_not_read_from_a_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data=stdlib_docstrings", "data.eval_path=x"]) == 2
-    assert capsys.readouterr().err == (
-        "memtrain: data.eval_path is x, and data.source stdlib_docstrings has pairs where that has text: "
-        "set data.eval_path to null, and data.held_out to what is held out.\n"
-    )
-
-
 def test_another_option_keeps_what_it_shares_with_the_one_of_the_recipe() -> None:
     assert one("schedule=constant").schedule == Constant(warmup_steps=10)
 
@@ -236,6 +228,7 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("model.config=null", "neither model.path nor model.config is set: write model.path=PATH or choose a model=NAME."),
         ("model.config.model_type=null", "model.config has no model_type"),
         ("data.source=wiki", "data.source is 'wiki', and it must be one of python_docs, stdlib_docstrings."),
+        ("data={source: stdlib_docstrings, eval_path: x}", "data.eval_path is x, and data.source stdlib_docstrings has"),
         ("data.path=x", "data.source and data.path are both set, and only one can hold: set the other to null."),
         ("data.sequence_length=1", "data.sequence_length is 1, and it must be 2 or more tokens."),
         ("data.held_out=1", "data.held_out is 1.0, and it must be from 0 (evaluate on nothing) to 0.5."),
