@@ -16,7 +16,7 @@ from memtrain.plan import (
     Plan,
     policy_name,
 )
-from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, updates_in_fp32
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding, updates_in_fp32
 
 
 class PlanRefused(ValueError):
@@ -36,9 +36,9 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             f"or another number of processes."
         )
     if rows % (plan.micro_batch_size * ranks):
-        shared = f", of which each of {ranks} processes has {rows // ranks}" if ranks > 1 else ""
+        divided = f"the {rows // ranks} rows that each of {ranks} processes has" if ranks > 1 else f"global_batch_size {rows}"
         raise PlanRefused(
-            f"micro_batch_size {plan.micro_batch_size} does not divide global_batch_size {rows}{shared}: "
+            f"micro_batch_size {plan.micro_batch_size} does not divide {divided}: "
             f"choose one of {', '.join(map(str, micro_batch_sizes(job, ranks)))}."
         )
     if isinstance(plan.update, DuringBackward):
@@ -65,6 +65,7 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             )
     if device is not None and (reason := unsuited(job.precision, device)) is not None:
         raise PlanRefused(reason)
+    _check_ranks(plan, job)
     _check_attention(plan, job, device)
     _check_optimizer(plan, job)
     _check_kernel(plan, job)
@@ -95,6 +96,15 @@ def unsuited(precision: Precision, device: Device) -> str | None:
             f"{device.name} has none: set precision to autocast_fp16 or fp32, or take another card."
         )
     return None
+
+
+def _check_ranks(plan: Plan, job: Job) -> None:
+    """What several processes would each compute otherwise."""
+    if plan.ranks > 1 and isinstance(job.precision, Bf16) and job.precision.rounding is Rounding.STOCHASTIC:
+        raise PlanRefused(
+            f"precision bf16 with stochastic rounding draws other numbers in each of {plan.ranks} processes, so that their weights "
+            f"would part: set rounding to compensated, or train in one process."
+        )
 
 
 def _check_attention(plan: Plan, job: Job, device: Device | None) -> None:
@@ -136,8 +146,13 @@ def _check_optimizer(plan: Plan, job: Job) -> None:
         )
 
 
+def _updates_in_fp32(job: Job) -> bool:
+    """Whether weights that are trained are updated through fp32 copies; adapters in fp32 are not."""
+    return updates_in_fp32(job.precision) and job.trained_type == "bfloat16"
+
+
 def _check_kernel(plan: Plan, job: Job) -> None:
-    if isinstance(plan.optimizer_kernel, Foreach) and updates_in_fp32(job.precision):
+    if isinstance(plan.optimizer_kernel, Foreach) and _updates_in_fp32(job):
         raise PlanRefused(
             f"precision {policy_name(type(job.precision))} updates in fp32 weight by weight, and a foreach update takes all weights "
             f"at once: set optimizer_kernel to fused."
@@ -172,14 +187,14 @@ def _check_state(plan: Plan, job: Job, device: Device | None) -> None:
             f"optimizer_state {name} rounds the optimizer's state to 8 bits, which the job does not allow: "
             f"add {Approximation.EIGHT_BIT_STATE} to allow, or keep the state whole."
         )
-    if not isinstance(state, OnHost) and updates_in_fp32(job.precision):
+    if not isinstance(state, OnHost) and _updates_in_fp32(job):
         raise PlanRefused(
             f"optimizer state {state} is updated by bitsandbytes in the type of the weights, and precision "
             f"{policy_name(type(job.precision))} updates in fp32: set optimizer_state to on_device or on_host."
         )
-    if isinstance(state, Paged) and isinstance(job.precision, Bf16):
+    if isinstance(state, Paged) and job.trained_type == "bfloat16":
         raise PlanRefused(
-            "paged state has 32 bits and precision bf16 says 16: "
+            "paged state has 32 bits and what is trained has 16: "
             "set optimizer_state to on_host, or to paged_eight_bit where the job allows that."
         )
 

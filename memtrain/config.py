@@ -20,7 +20,7 @@ from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
 from memtrain.job import Approximation, Job, Optimizer, Schedule, approximations
 from memtrain.machine import facts, stated_budget
-from memtrain.method import Method, Quantization
+from memtrain.method import Full, Method, Quantization
 from memtrain.metrics import RunFolder
 from memtrain.plan import POLICIES, Plan, parse_policy
 from memtrain.precision import Precision
@@ -92,6 +92,7 @@ class Settings:
         device: what :func:`memtrain.machine.describe` takes: a kind and its fields. What it leaves to the machine is asked there.
         constraints: fields of :class:`memtrain.plan.Plan` that are fixed, each with its value; the planner chooses the rest.
         run_dir: folder of the run's files, not yet made.
+        save_merged: whether the model is also written with its adapters added to its weights.
     """
 
     recipe: str
@@ -116,6 +117,7 @@ class Settings:
     device: Mapping[str, Any]
     constraints: Mapping[str, Any]
     run_dir: Path
+    save_merged: bool
 
 
 def settings(cfg: DictConfig) -> Settings:
@@ -152,10 +154,13 @@ def settings(cfg: DictConfig) -> Settings:
         allow=approximations(values["allow"]),
         device={key: value for key, value in values["device"].items() if value is not None},
         constraints=_constraints(values["plan"]),
+        save_merged=values["run"]["save_merged"],
         run_dir=Path(values["run"]["dir"] or default_run_dir(values["recipe"], datetime.now())),
     )
     if read.epochs is not None and not names_text(read.data):
         raise ValueError(f"epochs is {read.epochs}, and without a text nothing says how many steps that is: set steps instead.")
+    if read.save_merged and isinstance(read.method, Full):
+        raise ValueError("run.save_merged is true, and method full has no adapters to add: set method to lora, or it to false.")
     # A table of optimizers needs a model and nothing else.
     if read.mode != "optimizers":
         _check_tokenizer(read.model, read.data)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 # How long a process waits for another. The first process plans while the others wait, so it is longer than planning takes.
 TIMEOUT = datetime.timedelta(minutes=30)
 # What the backends say when the other end is gone or silent; gloo raises plain RuntimeErrors.
-_LOST = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
+_LOST = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "closed by peer")
 
 
 def start(processes: Processes, *, cards: bool) -> None:
@@ -112,6 +112,28 @@ def from_first(make: Callable[[], T]) -> T:
     return made
 
 
+def check_same(facts: Mapping[str, object]) -> None:
+    """Refuse what is not the same in all processes, which would each train something else.
+
+    Args:
+        facts: what each is called, and its value, which is compared.
+
+    Raises:
+        ValueError: with the first that differs, in all processes.
+    """
+    if not dist.is_initialized():
+        return
+    found: list[Mapping[str, object]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, dict(facts))
+    for rank, others in enumerate(found):
+        for name, value in found[0].items():
+            if others[name] != value:
+                raise ValueError(
+                    f"{name} of process {rank} is {others[name]} and that of process 0 is {value}, and all train one job: give every "
+                    f"process the same arguments and the same rows in the same order."
+                )
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes, a new tensor on each of them."""
     # gloo reads the wrong memory of a tensor that is not contiguous.
@@ -152,7 +174,7 @@ def naming_a_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         told = f"{type(error).__name__} {error}".lower()
-        if not dist.is_initialized() or not any(word in told for word in _LOST):
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not any(word in told for word in _LOST):
             raise
         raise ValueError(
             f"process {dist.get_rank()} has lost another of the {dist.get_world_size()} processes "

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Self
 
 from memtrain.method import Full, Int8, Lora, Method, Quantization, Unquantized
-from memtrain.precision import Fp32, Precision
+from memtrain.precision import Fp32, Precision, weight_type
 from memtrain.require import require
 from memtrain.units import format_bytes, parse_bytes
 
@@ -273,6 +273,11 @@ class Job:
         require(type(warmup_steps) is int and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number of 0 or more")
         if self.max_grad_norm is not None:
             require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0, or null for no clipping")
+
+    @property
+    def trained_type(self) -> str:
+        """The torch data type of the weights that are trained, by name."""
+        return self.method.dtype if isinstance(self.method, Lora) else weight_type(self.precision)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ def processes() -> Processes:
     names = {"rank": "RANK", "ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_ranks": "LOCAL_WORLD_SIZE"}
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return Processes()
+    if missing := [name for name in names.values() if name not in os.environ]:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and {missing[0]} is not set: start with torchrun, or unset WORLD_SIZE."
+        )
     return Processes(**{field: int(os.environ[name]) for field, name in names.items()})
 
 
@@ -148,15 +152,17 @@ def budget_for(
     headroom_bytes: int = 0,
     host_bytes: int | None = None,
     held_bytes: int = 0,
+    ranks: int = 1,
 ) -> Budget:
     """The budget of a device: what is asked for and what it has, and if it is in this machine what is installed and free.
 
     A plan for a card that is not here says nothing of this machine (rule 4). Arguments and errors as of
-    :func:`stated_budget`; ``held_bytes`` are on the card already and counted by the plan, so they are free to it.
+    :func:`stated_budget`; ``held_bytes`` are on the card already and counted by the plan, so they are free to it. Of
+    ``ranks`` processes of a plan each has its share of a processor's memory.
     """
     budget = stated_budget(device, asked_bytes, headroom_bytes, host_bytes)
     if isinstance(device, Cpu):
-        return replace(budget, limits=budget.limits + _host_limits())
+        return replace(budget, limits=budget.limits + _host_limits(ranks))
     if not _is_here(device):
         return budget
     return replace(
@@ -188,10 +194,11 @@ def require(device: Device) -> None:
     )
 
 
-def _host_limits() -> tuple[Limit, Limit]:
+def _host_limits(ranks: int = 1) -> tuple[Limit, Limit]:
     import psutil
 
-    memory, sharing = psutil.virtual_memory(), processes().local_ranks
+    # Processes that are here, or where they are only planned for, as many as there will be.
+    memory, sharing = psutil.virtual_memory(), max(ranks if processes().ranks == 1 else 1, processes().local_ranks)
     share = f", a share of 1/{sharing}" if sharing > 1 else ""
     return Limit(f"installed{share}", memory.total // sharing), Limit(f"free now{share}", memory.available // sharing)
 

@@ -228,7 +228,8 @@ class DataParallel:
     ranks: int = 2
 
     def __post_init__(self) -> None:
-        _positive("sharding.ranks", self.ranks)
+        rule = "a whole number of 2 or more; without sharding there is one process"
+        require(type(self.ranks) is int and self.ranks >= 2, "sharding.ranks", self.ranks, rule)
 
     def __str__(self) -> str:
         return f"data parallel over {self.ranks} processes"
@@ -353,6 +354,16 @@ def parse_policy(field: str, written: Any) -> Any:
         if setting not in known:
             raise ValueError(f"plan.{field}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}.")
     return classes[name](**settings)
+
+
+def ranks_of(constraints: Mapping[str, Any]) -> int:
+    """Processes that a plan with these fields fixed is for.
+
+    >>> ranks_of({"sharding": DataParallel(4)}), ranks_of({})
+    (4, 1)
+    """
+    sharding = constraints.get("sharding")
+    return sharding.ranks if isinstance(sharding, DataParallel) else 1
 
 
 def parse_constraints(written: Mapping[str, Any]) -> dict[str, Any]:

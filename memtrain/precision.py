@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,7 +48,8 @@ class AutocastFp16:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        require(1 <= self.initial_scale < math.inf, "initial_scale", self.initial_scale, "1 or more")
+        # What 20 halvings bring below the largest number of float16 where the gradient is 1.
+        require(1 <= self.initial_scale <= 2**32, "initial_scale", self.initial_scale, "from 1 to 4294967296")
         whole = isinstance(self.growth_interval, int) and self.growth_interval >= 1
         require(whole, "growth_interval", self.growth_interval, "a whole number of steps, 1 or more")
 

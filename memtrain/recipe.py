@@ -20,6 +20,7 @@ from memtrain.inputs import check_length, load_tokenizer
 from memtrain.job import Budget, Job
 from memtrain.metrics import RunFolder
 from memtrain.models.build import ModelSource, source
+from memtrain.plan import ranks_of
 from memtrain.planner.choice import Choice
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
@@ -54,6 +55,8 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         if not rank:
             RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
         trainer.train()
+        if settings.save_merged:
+            trainer.save_merged(settings.run_dir / "merged")
     elif settings.mode == "optimizers":
         folder, model = RunFolder(settings.run_dir), _model(settings)
         with console.status("updating without data"):
@@ -143,7 +146,8 @@ def _model(settings: Settings) -> ModelSource:
 
 
 def _budget(settings: Settings, device: Device) -> Budget:
-    return machine.budget_for(device, settings.budget_bytes, settings.headroom_bytes, settings.host_bytes)
+    ranks = ranks_of(settings.constraints)
+    return machine.budget_for(device, settings.budget_bytes, settings.headroom_bytes, settings.host_bytes, ranks=ranks)
 
 
 def _text_rows(data: DataSettings, model: ModelSource, model_path: str | None) -> tuple[Rows, Rows | None, Any]:
@@ -160,11 +164,12 @@ def _completion_rows(data: DataSettings, model: ModelSource, model_path: str | N
     training, held_out = hold_out_groups(pairs, data.held_out) if data.held_out else (pairs, [])
     tokenizer = _tokenizer(data, model, model_path, (f"{pair.prompt}\n\n{pair.completion}" for pair in training))
     rows = CompletionRows.of(training, tokenizer, data.sequence_length)
-    print(f"trained on: {rows}")
+    console = Console(quiet=machine.processes().rank > 0)
+    console.print(f"trained on: {rows}", soft_wrap=True, highlight=False)
     if not held_out:
         return rows, None, tokenizer
     evaluated = CompletionRows.of(held_out, tokenizer, data.sequence_length)
-    print(f"evaluated on: {evaluated}")
+    console.print(f"evaluated on: {evaluated}", soft_wrap=True, highlight=False)
     return rows, evaluated, tokenizer
 
 

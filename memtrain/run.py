@@ -286,10 +286,19 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
         # The class that all of torch's batch norms share.
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
+        if plan.ranks > 1:
+            raise PlanRefused(
+                f"{path} normalises over the rows that a process has, which is another thing: train in one process."
+            )
         if plan.micro_batch_size != job.global_batch_size:
             raise PlanRefused(
                 f"{path} normalises over the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else "
                 f"than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
+            )
+        if isinstance(job.precision, AutocastFp16) and module.track_running_stats:
+            raise PlanRefused(
+                f"{path} counts each forward in its running statistics, and a step that overflows in fp16 is taken again: "
+                f"set precision to autocast_bf16."
             )
         if not isinstance(plan.activations, Keep) and module.track_running_stats:
             raise PlanRefused(

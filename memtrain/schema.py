@@ -91,6 +91,7 @@ class PlanSchema:
 @dataclass
 class RunSchema:
     dir: str | None = _key(None, "folder of the run's files; null: runs/<recipe>/<date-time>")
+    save_merged: bool = _key(False, "also write the model with its adapters added to its weights, below merged/")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memtrain import distributed, machine
 from memtrain.data.batches import StepBatches, steps_for
-from memtrain.data.rows import check_row
+from memtrain.data.rows import check_row, fingerprint
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
 from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule, approximations
@@ -34,7 +34,7 @@ from memtrain.models.load import load_model
 from memtrain.models.objective import check_suits
 from memtrain.models.quantize import move_unpacked_
 from memtrain.models.save import no_progress_bars, save_merged, save_model
-from memtrain.plan import parse_constraints
+from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.planner.predict import Predictor
@@ -126,6 +126,7 @@ class Trainer:
                 f"device is {device!r}, and it must be a Device: take memtrain.machine.named(NAME), or leave it out to train on "
                 f"this machine's processor."
             )
+        self._constraints = distributed.shared_by(self.processes.ranks, parse_constraints(constraints or {}))
         self.device = device or machine.cpu()
         self.source = source(model)
         if isinstance(budget, Budget) and host_bytes is not None:
@@ -158,7 +159,8 @@ class Trainer:
         if evaluate_every is not None and self.eval_rows is None:
             raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
         self._evaluate_every = evaluate_every
-        self._constraints = distributed.shared_by(self.processes.ranks, parse_constraints(constraints or {}))
+        evaluated = "nothing" if self.eval_rows is None else fingerprint(self.eval_rows)
+        distributed.check_same({"the job": self.job, "data": fingerprint(self.rows), "eval_data": evaluated})
         # The first process writes and prints.
         self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir))
         self._progress = progress and not self.processes.rank
@@ -173,6 +175,7 @@ class Trainer:
             _bytes("budget", budget),
             host_bytes=_bytes("host_bytes", host_bytes),
             held_bytes=bytes_on(self.source, self.device.kind),
+            ranks=ranks_of(self._constraints),
         )
 
     # ------------------------------------------------------------------ planning
@@ -190,6 +193,12 @@ class Trainer:
 
     def _chosen(self) -> Choice:
         first = self.rows[0]
+        ranks = ranks_of(self._constraints)
+        if self.eval_rows is not None and len(self.eval_rows) < ranks:
+            raise ValueError(
+                f"eval_data has {len(self.eval_rows)} rows for {ranks} processes, and each evaluates one or more: give more "
+                f"rows, or start fewer processes."
+            )
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
         evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
         predictor = Predictor(
@@ -228,6 +237,7 @@ class Trainer:
                 "this Trainer has trained already: make another, with model=trainer.model to go on from its weights."
             )
         machine.require(self.device)
+        distributed.require(ranks_of(self._constraints))
         choice, log, console = self.choice, RunLog(self.folder), Console(quiet=not self._progress)
         console.print(choice_view(choice), "")
         with self._prepared() as loop:

@@ -47,6 +47,10 @@ def update_unscaled(
     clipped. The scaler's scale is smaller afterwards where the update was skipped, and only there.
     """
 
+    # A fused step that is told of an overflow makes its momentum and does not write it (torch/optim/sgd.py, _fused_sgd), so the
+    # scaler leaves the whole step out instead, which takes asking the device.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
     def update() -> Tensor | None:
         # First, since a bound on the norm is one on the gradients' own.
         scaler.unscale_(optimizer)

@@ -10,6 +10,8 @@ optimizer's own rule runs on an fp32 copy of the weight and of its gradient, and
 - ``stochastic``: weight and state are rounded up or down with a chance by the distance, so that the mean is right (the same
   paper): no memory that stays.
 
+``load_state_dict`` of torch's optimizers casts state to the parameter's type, master copies too: load the state's values.
+
 Costs fp32 copies of one parameter at a time, with its gradient and state, and the calls of an update parameter by parameter.
 """
 
@@ -46,8 +48,11 @@ def wide_step(optimizer: torch.optim.Optimizer, store: Store) -> Callable[[Tenso
         # A stand-in and not the parameter with other data, since data of another type takes autograd's hooks from it.
         (group,) = optimizer.param_groups
         group["params"] = [wide]
-        optimizer.step()
-        optimizer.state[parameter] = keep(parameter, wide.detach(), optimizer.state.pop(wide))
+        try:
+            optimizer.step()
+        finally:
+            # Also after an interruption: the state is the parameter's, and the master copy not lost.
+            optimizer.state[parameter] = keep(parameter, wide.detach(), optimizer.state.pop(wide))
 
     return step
 

@@ -14,7 +14,6 @@ from memtrain.plan import (
     Activations,
     AfterBackward,
     ChunkedLogits,
-    DataParallel,
     DuringBackward,
     EightBit,
     Fused,
@@ -33,8 +32,8 @@ from memtrain.plan import (
     RecomputeSelective,
     Single,
     WholeLogits,
+    ranks_of,
 )
-from memtrain.precision import weight_type
 
 
 def candidates(
@@ -52,7 +51,7 @@ def candidates(
     card, and 8-bit state only where the job allows it.
     """
     choices: dict[str, tuple[Any, ...]] = {
-        "micro_batch_size": micro_batch_sizes(job),
+        "micro_batch_size": micro_batch_sizes(job, ranks_of(constraints)),
         "activations": (Keep(), *_recomputations(blocks, parts)),
         "loss": (WholeLogits(), ChunkedLogits()),
         "update": (AfterBackward(), DuringBackward()),
@@ -62,8 +61,6 @@ def candidates(
         "sharding": (Single(),),
     }
     assert choices.keys() == {"micro_batch_size", *POLICIES}
-    if isinstance(sharding := constraints.get("sharding"), DataParallel):
-        choices["micro_batch_size"] = micro_batch_sizes(job, sharding.ranks)
     choices.update({field: (fixed,) for field, fixed in constraints.items()})
     for values in product(*choices.values()):
         yield Plan(**dict(zip(choices, values, strict=True)))
@@ -74,7 +71,7 @@ def _states(job: Job, device: Device) -> Iterator[OptimizerState]:
     beside_a_card, eight_bit = isinstance(device, Cuda), Approximation.EIGHT_BIT_STATE in job.allow
     if beside_a_card:
         yield OnHost()
-        if weight_type(job.precision) == "float32":
+        if job.trained_type == "float32":
             yield Paged()
     if eight_bit:
         yield EightBit()

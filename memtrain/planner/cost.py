@@ -157,7 +157,7 @@ class CostModel:
             # Each gradient goes to the host, each weight there and back.
             return (
                 seconds
-                + (micro_batches + 2) * size / device.link_bytes_per_second
+                + (micro_batches + 2) * self.parameter_bytes / device.link_bytes_per_second
                 + passes * size / device.host_bytes_per_second
             )
         count = 1 if isinstance(self.job.optimizer, Lion) else 2

@@ -11,7 +11,7 @@ from memtrain.job import Approximation, Job
 from memtrain.method import Full, Lora, Nf4, Unquantized
 from memtrain.models.build import FromModule, ModelSource
 from memtrain.plan import EightBit, Fused, OnDevice, OnHost, OptimizerState, Paged, PagedEightBit, Plan
-from memtrain.precision import Bf16, Fp32
+from memtrain.precision import Bf16
 from memtrain.trace.simulate import RowShapes, dataless_model_of
 
 Changed = tuple[str, Job, ModelSource, RowShapes, Plan]
@@ -24,7 +24,7 @@ def cheaper(job: Job, source: ModelSource, rows: RowShapes, plan: Plan, device: 
     """
     if "input_ids" not in rows:
         return
-    if isinstance(job.precision, Fp32) and not isinstance(source, FromModule) and suits(Bf16(), device):
+    if not isinstance(job.precision, Bf16) and not isinstance(source, FromModule) and suits(Bf16(), device):
         yield "precision bf16", replace(job, precision=Bf16()), source, rows, replace(plan, optimizer_state=_in_16_bits(plan))
     length = rows["input_ids"][0][0]
     if length >= 4:

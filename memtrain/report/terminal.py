@@ -216,10 +216,12 @@ def _why(choice: Choice) -> Iterator[str]:
         alike = [other for other in tried if getattr(other.plan, field) == plain]
         if getattr(chosen, field) == plain or not alike:
             continue
-        nearest = min(alike, key=lambda other: sum(getattr(other.plan, name) != getattr(chosen, name) for name in POLICIES))
+        nearest = min(alike, key=lambda other: sum(getattr(other.plan, one) != getattr(chosen, one) for one in _NAMES))
         assert nearest.total_device_bytes is not None
         least = "at least " if nearest.is_bound else ""
-        yield f"with {name} {plain} it would take {least}{format_bytes(nearest.total_device_bytes)}"
+        size = nearest.plan.micro_batch_size
+        of_size = "" if field == "micro_batch_size" or size == chosen.micro_batch_size else f" and micro-batch {size}"
+        yield f"with {name} {plain}{of_size} it would take {least}{format_bytes(nearest.total_device_bytes)}"
 
 
 def _peak(peak: Footprint, budget: Budget) -> RenderableType:

@@ -9,6 +9,7 @@ are (up to a few megabytes); recurrent layers; convolutions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -289,6 +290,15 @@ def _bitsandbytes_update(copies: int) -> Callable[..., int]:
     return scratch
 
 
+def _cast_operands(_: Cpu, *operands: Any, **__: Any) -> int:
+    """Operands of another type than the one computed in, each cast whole (ATen/TensorIterator.cpp, compute_types)."""
+    tensors = [operand for operand in operands if isinstance(operand, Tensor) and operand.dim()]
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.bool)
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype is not common)
+
+
+_MIXED = [getattr(aten, f"{name}{ending}").Tensor for name in ("add", "sub", "mul", "div") for ending in ("", "_")]
+
 # By operator, or by name where it exists only once its library is loaded.
 SCRATCH: dict[Any, Callable[..., int]] = {
     "bitsandbytes::optimizer_update_32bit": _bitsandbytes_update(3),
@@ -299,6 +309,7 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    **dict.fromkeys(_MIXED, _cast_operands),
     aten.huber_loss.default: _huber_loss,
     aten.binary_cross_entropy_with_logits.default: _logits_loss,
 }

@@ -188,10 +188,10 @@ class Recorder(TorchDispatchMode):
                 here, place = self._here(), self._place_of(args)
                 for tensor, storage in new:
                     self._born(tensor, storage, operator.name, here, place)
-            self.inside_kernel(func, args, kwargs or {})
             # What is placed elsewhere is no work of the device.
             if self._counts_work and said_place() is None:
                 self._count(operator, args, kwargs or {}, out)
+        self.inside_kernel(func, args, kwargs or {})
         return out
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from memtrain.run import Run, prepare
 from memtrain.trace.attention_cuda import collect_why_math
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Place, Trace
 from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes
-from memtrain.trace.kernels_bitsandbytes import NO_OUTLIERS, SPLIT_BY_SIZE, outliers_unknown, products_of
+from memtrain.trace.kernels_bitsandbytes import NO_OUTLIERS, SPLIT_BY_SIZE, outliers_unknown, packed_without_data, products_of
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
 from memtrain.trace.layouts import tensors_in
 from memtrain.trace.managed import paged_state
@@ -144,8 +144,10 @@ def _lift_buffers_(model: nn.Module) -> None:
 
 def _dataless_copy(module: nn.Module) -> nn.Module:
     """A deep copy whose parameters and buffers are data-less; the originals are never read but for small buffers."""
-    replaced: dict[int, Any] = {}
+    replaced = packed_without_data(module)
     for parameter in module.parameters():
+        if id(parameter) in replaced:
+            continue
         replaced[id(parameter)] = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
@@ -184,7 +186,16 @@ def simulate(
         recorder.watch(model, vocabulary_of(model))
         with processes_of(plan.ranks):
             run = prepare(job, plan, model)
-        with paged_state(), processes_of(plan.ranks), products_of(device), recorder, _random_states(recorder):
+        with (
+            ExitStack() as released,
+            paged_state(),
+            processes_of(plan.ranks),
+            products_of(device),
+            recorder,
+            _random_states(recorder),
+        ):
+            # After the recorder has stopped; what it sets of the process, such as TF32, is given back.
+            released.callback(run.release)
             record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
             if isinstance(device, Cuda):
                 # What is written to a file is on the host first.

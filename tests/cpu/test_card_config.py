@@ -164,7 +164,7 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
         ("allow=[8bit]", "allow has '8bit', which is none of the approximations that there are: eight_bit_state."),
         ("device=l4 plan.optimizer_state=eight_bit", "optimizer_state eight_bit rounds the optimizer's state to 8 bits"),
         ("plan.optimizer_state=on_host", "optimizer state on the host frees nothing on a processor"),
-        ("device=l4 precision=bf16 plan.optimizer_state=paged", "paged state has 32 bits and precision bf16 says 16: "),
+        ("device=l4 precision=bf16 plan.optimizer_state=paged", "paged state has 32 bits and what is trained has 16: "),
         (
             "data=none mode=plan epochs=2",
             "epochs is 2, and without a text nothing says how many steps that is: set steps instead.",

@@ -16,7 +16,9 @@ from memtrain.features.chunked_loss import refusal
 from memtrain.job import Job
 from memtrain.memory.footprint import footprint
 from memtrain.memory.timeline import MemoryTimeline
-from memtrain.plan import ChunkedLogits, OnDevice, Plan
+from memtrain.models.load import load_model
+from memtrain.plan import AfterBackward, ChunkedLogits, DuringBackward, Loss, OnDevice, Plan, Update, WholeLogits
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Precision, Rounding
 from memtrain.run import prepare
 from memtrain.trace.event import DEVICE, Kind, Phase
 from memtrain.trace.profile import MemoryProfiler, held_by, held_bytes
@@ -72,6 +74,20 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "plan", "job"), list(cases()))
 def test_the_predicted_peak_is_measured(name: str, plan: Plan, job: Job) -> None:
+    assert_measured(name, plan, job)
+
+
+@pytest.mark.parametrize("update", [AfterBackward(), DuringBackward()], ids=str)
+@pytest.mark.parametrize("loss", [WholeLogits(), ChunkedLogits(16)], ids=str)
+@pytest.mark.parametrize("precision", [AutocastBf16(), AutocastFp16(), Bf16Master(), *map(Bf16, Rounding)], ids=str)
+def test_the_predicted_peak_in_16_bits_is_measured(precision: Precision, loss: Loss, update: Update) -> None:
+    job = Job(model="toy", global_batch_size=4, steps=2, precision=precision, max_grad_norm=None)
+    if isinstance(precision, AutocastFp16) and isinstance(update, DuringBackward):
+        pytest.skip("refused")
+    assert_measured("llama", Plan(micro_batch_size=4, loss=loss, update=update), job)
+
+
+def assert_measured(name: str, plan: Plan, job: Job) -> None:
     case = CASES[name]
     device = Cpu(
         name="cpu",
@@ -87,7 +103,7 @@ def test_the_predicted_peak_is_measured(name: str, plan: Plan, job: Job) -> None
     predicted = footprint(dataclasses.replace(trace, events=tuple(event._replace(place=DEVICE) for event in trace.events)))
 
     torch.manual_seed(0)
-    model = case.build().load()
+    model = load_model(case.build(), job)
     run = prepare(job, plan, model)
     profiler = MemoryProfiler(lambda: held_by(model, run.optimizer))
     marked = dataclasses.replace(run, update=profiler.in_update(run.update))
@@ -96,5 +112,5 @@ def test_the_predicted_peak_is_measured(name: str, plan: Plan, job: Job) -> None
             marked.step(
                 [batch(case, plan.micro_batch_size, start) for start in range(0, job.global_batch_size, plan.micro_batch_size)]
             )
-    # Scalars of 4 and 8 bytes are made below dispatch, where only the profiler sees them.
-    assert 0 <= profiler.peak_bytes - predicted.peak_allocated_bytes <= 128
+    # Scalars of 4 and 8 bytes are made below dispatch, where only the profiler sees them, or are gone a little sooner there.
+    assert abs(profiler.peak_bytes - predicted.peak_allocated_bytes) <= 128

@@ -10,7 +10,21 @@ import pytest
 from memtrain.check import PlanRefused, check
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Approximation, Job
-from memtrain.plan import DataParallel, DuringBackward, EightBit, FlashAttention, Foreach, OnHost, Plan
+from memtrain.method import Full, Lora
+from memtrain.plan import (
+    DataParallel,
+    DuringBackward,
+    EightBit,
+    FlashAttention,
+    Foreach,
+    Fused,
+    OnDevice,
+    OnHost,
+    OptimizerKernel,
+    OptimizerState,
+    Paged,
+    Plan,
+)
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
 PROCESSOR = Cpu(name="laptop", threads=2, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
@@ -82,6 +96,17 @@ def test_what_a_precision_cannot_go_with_is_refused_with_the_remedy(plan: Plan, 
     check(dataclasses.replace(plan), dataclasses.replace(job, precision=AutocastBf16()))
 
 
+@pytest.mark.parametrize(("state", "kernel"), [(Paged(), Fused()), (EightBit(), Fused()), (OnDevice(), Foreach())], ids=str)
+def test_adapters_in_fp32_are_updated_as_they_are_whatever_the_frozen_weights_are_in(
+    state: OptimizerState, kernel: OptimizerKernel
+) -> None:
+    plan = Plan(micro_batch_size=4, optimizer_state=state, optimizer_kernel=kernel)
+    job = Job(model="tiny", global_batch_size=4, steps=1, method=Lora(), precision=Bf16Master(), allow=frozenset(Approximation))
+    check(plan, job)
+    for method in (Full(), Lora(dtype="bfloat16")):
+        assert refusal_of(plan, dataclasses.replace(job, method=method))
+
+
 def test_tf32_is_for_the_matrix_units_of_newer_cards() -> None:
     job = Job(model="tiny", global_batch_size=1, steps=1, precision=Fp32(tf32=True))
     plan = Plan(micro_batch_size=1)
@@ -100,11 +125,17 @@ def test_the_ranks_share_the_rows_of_a_step_equally() -> None:
     assert (plan.ranks, plan.accumulation(12)) == (2, 2)
     check(plan, job)
     assert refusal_of(dataclasses.replace(plan, micro_batch_size=4), job) == (
-        "micro_batch_size 4 does not divide global_batch_size 12, of which each of 2 processes has 6: choose one of 6, 3, 2, 1."
+        "micro_batch_size 4 does not divide the 6 rows that each of 2 processes has: choose one of 6, 3, 2, 1."
     )
     assert refusal_of(dataclasses.replace(plan, sharding=DataParallel(5)), job) == (
         "global_batch_size 12 cannot be shared equally by 5 processes: choose a multiple of 5, or another number of processes."
     )
+    stochastic = dataclasses.replace(job, precision=Bf16(rounding=Rounding.STOCHASTIC))
+    assert refusal_of(plan, stochastic) == (
+        "precision bf16 with stochastic rounding draws other numbers in each of 2 processes, so that their weights would part: "
+        "set rounding to compensated, or train in one process."
+    )
+    check(plan, dataclasses.replace(job, precision=Bf16(rounding=Rounding.COMPENSATED)))
     during = dataclasses.replace(plan, micro_batch_size=6, update=DuringBackward())
     assert refusal_of(during, job) == (
         "an update during backward would come before the gradients of 2 processes are averaged: "

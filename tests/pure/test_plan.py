@@ -277,7 +277,7 @@ ALLOWED = frozenset({Approximation.EIGHT_BIT_STATE})
             Plan(micro_batch_size=6, optimizer_state=Paged()),
             {"precision": Bf16()},
             CARD,
-            "paged state has 32 bits and precision bf16 says 16: "
+            "paged state has 32 bits and what is trained has 16: "
             "set optimizer_state to on_host, or to paged_eight_bit where the job allows that.",
         ),
     ],

@@ -175,7 +175,7 @@ def test_why_says_what_was_set_and_what_plainer_choices_would_take() -> None:
     choice = replace(make_choice(), given=("loss", "micro_batch_size"), rejected=(tried,))
     words = words_of(choice_view(choice), width=200)
     assert "why the fastest plan that fits with loss logits in chunks of 512 tokens, micro-batch 4, as it is set" in words
-    assert "with activations keep it would take at least 300 MiB" in words
+    assert "with activations keep and micro-batch 32 it would take at least 300 MiB" in words
 
 
 def test_a_card_shows_what_is_reserved_and_in_total_and_the_host() -> None:
