@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cards import CARD, CPU
 from torch import nn
 from toys import CASES
 
 from memtrain import distributed, machine
 from memtrain.check import PlanRefused
 from memtrain.data.rows import fingerprint
-from memtrain.device import Cpu, Cuda
 from memtrain.job import Job
 from memtrain.plan import DataParallel, Plan
 from memtrain.precision import AutocastFp16, Fp32
@@ -71,8 +71,7 @@ def test_a_variable_of_torchrun_without_the_others_is_named(monkeypatch: pytest.
 
 
 def test_processes_that_are_only_planned_for_share_the_memory_of_a_processor() -> None:
-    device = Cpu(name="cpu", threads=1, flops_per_second=1e9, bytes_per_second=1e9, operator_seconds=1e-6)
-    alone, shared = (machine.budget_for(device, 1 << 40, ranks=ranks).limits[1] for ranks in (1, 4))
+    alone, shared = (machine.budget_for(CPU, 1 << 40, ranks=ranks).limits[1] for ranks in (1, 4))
     assert (shared.source, shared.bytes) == ("installed, a share of 1/4", alone.bytes // 4)
 
 
@@ -95,22 +94,10 @@ def test_fewer_rows_to_evaluate_on_than_processes_are_refused_before_they_are_pl
 
 
 def test_planning_with_tf32_leaves_the_process_as_it_was() -> None:
-    card = Cuda(
-        name="card",
-        compute_capability=(8, 0),
-        multiprocessors=4,
-        usable_bytes=2**30,
-        context_bytes=2**20,
-        flops_per_second={"float32": 1e13},
-        bytes_per_second=1e12,
-        operator_seconds=1e-5,
-        link_bytes_per_second=1e10,
-        host_bytes_per_second=1e11,
-    )
     before = torch.backends.cuda.matmul.fp32_precision
     job = Job(model="toy", global_batch_size=4, steps=2, precision=Fp32(tf32=True))
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ROWS[0].items()}
-    simulate(job, Plan(micro_batch_size=4), LLAMA.build(), shapes, card)
+    simulate(job, Plan(micro_batch_size=4), LLAMA.build(), shapes, CARD)
     assert before != "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == before
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cards import CARD, CPU
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.device import Cpu, Cuda
 from memtrain.job import Approximation, Job
 from memtrain.plan import (
     POLICIES,
@@ -37,19 +37,6 @@ from memtrain.plan import (
 from memtrain.planner.candidates import candidates
 from memtrain.precision import Bf16, Fp32
 
-CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
-CARD = Cuda(
-    name="card",
-    compute_capability=(8, 0),
-    multiprocessors=1,
-    usable_bytes=2,
-    context_bytes=1,
-    flops_per_second={"float32": 1.0},
-    bytes_per_second=1.0,
-    operator_seconds=1.0,
-    link_bytes_per_second=1.0,
-    host_bytes_per_second=1.0,
-)
 JOB = Job(model="tiny", global_batch_size=6, steps=1)
 ALLOWED = frozenset({Approximation.EIGHT_BIT_STATE})
 

@@ -6,9 +6,10 @@ import dataclasses
 import re
 
 import pytest
+from cards import CARD, CPU
 
 from memtrain.check import PlanRefused, check
-from memtrain.device import Cpu, Cuda, Device
+from memtrain.device import Device
 from memtrain.job import Approximation, Job
 from memtrain.method import Full, Lora
 from memtrain.plan import (
@@ -27,19 +28,7 @@ from memtrain.plan import (
 )
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
-PROCESSOR = Cpu(name="laptop", threads=2, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
-OLD_CARD = Cuda(
-    name="t4",
-    compute_capability=(7, 5),
-    multiprocessors=40,
-    usable_bytes=2,
-    context_bytes=1,
-    flops_per_second={"float32": 1.0},
-    bytes_per_second=1.0,
-    operator_seconds=1.0,
-    link_bytes_per_second=1.0,
-    host_bytes_per_second=1.0,
-)
+OLD_CARD = dataclasses.replace(CARD, name="t4", compute_capability=(7, 5))
 
 
 def test_bf16_needs_a_card_that_has_it() -> None:
@@ -110,8 +99,8 @@ def test_adapters_in_fp32_are_updated_as_they_are_whatever_the_frozen_weights_ar
 def test_tf32_is_for_the_matrix_units_of_newer_cards() -> None:
     job = Job(model="tiny", global_batch_size=1, steps=1, precision=Fp32(tf32=True))
     plan = Plan(micro_batch_size=1)
-    assert refusal_of(plan, job, PROCESSOR) == (
-        "precision fp32 with tf32 is for the matrix units of a card, and laptop is a processor: set tf32 to false."
+    assert refusal_of(plan, job, CPU) == (
+        "precision fp32 with tf32 is for the matrix units of a card, and cpu is a processor: set tf32 to false."
     )
     assert refusal_of(plan, job, OLD_CARD) == (
         "tf32 needs a card of compute capability 8.0 or newer, and t4 is older: set tf32 to false."
@@ -150,8 +139,8 @@ def test_the_ranks_share_the_rows_of_a_step_equally() -> None:
 def test_the_flash_attention_package_is_for_newer_cards_in_16_bits() -> None:
     job = Job(model="tiny", global_batch_size=1, steps=1, precision=AutocastBf16())
     plan = Plan(micro_batch_size=1, attention=FlashAttention())
-    assert refusal_of(plan, job, PROCESSOR) == (
-        "attention flash_attention needs a card, and laptop is a processor: set attention to sdpa."
+    assert refusal_of(plan, job, CPU) == (
+        "attention flash_attention needs a card, and cpu is a processor: set attention to sdpa."
     )
     in_fp16 = dataclasses.replace(job, precision=AutocastFp16())
     assert refusal_of(plan, in_fp16, OLD_CARD) == (
