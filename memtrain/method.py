@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from memtrain.require import require
 
-ADAPTER_TYPES = ("float32", "bfloat16", "float16")
+# In float16, small gradients and updates are lost and a large one is no number, since nothing scales them.
+ADAPTER_TYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,14 @@ class Lora:
         require(type(self.rank) is int and self.rank >= 1, "rank", self.rank, "a whole number of 1 or more")
         require(0 < self.alpha < math.inf, "alpha", self.alpha, "above 0")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "from 0 up to, not including, 1")
-        require(bool(self.target_modules), "target_modules", self.target_modules, "all-linear or names of modules")
         require(self.dtype in ADAPTER_TYPES, "dtype", self.dtype, f"one of {', '.join(ADAPTER_TYPES)}")
-        for name in ("target_modules", "modules_to_save"):
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
+        for name, rule in (("target_modules", "all-linear or names of modules"), ("modules_to_save", "names of modules")):
+            value: object = getattr(self, name)
+            names = [value] if isinstance(value, str) else value
+            require(isinstance(names, list | tuple) and all(type(one) is str and one for one in names), name, value, rule)
+            if isinstance(names, list | tuple) and not (isinstance(value, str) and name == "target_modules"):
+                object.__setattr__(self, name, tuple(names))
+        require(bool(self.target_modules), "target_modules", self.target_modules, "all-linear or names of modules")
 
     def __str__(self) -> str:
         kind = f"{'rs' if self.use_rslora else ''}{'DoRA' if self.use_dora else 'LoRA'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import sysconfig
+import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +71,7 @@ def library_docstrings(library: Path | None = None) -> list[Pair]:
         parts = file.relative_to(folder).with_suffix("").parts
         if NO_LIBRARY.isdisjoint(parts) and all(part.isidentifier() for part in parts):
             group = parts[0].removeprefix("_py").lstrip("_")
-            for code, docstring in _documented(file.read_bytes()):
+            for code, docstring in _documented(file):
                 if seen.isdisjoint((code, docstring)):
                     prompt = f"Write the docstring of this Python function.\n\n```python\n{code}\n```"
                     pairs.append(Pair(prompt, docstring, group))
@@ -83,17 +84,20 @@ def library_docstrings(library: Path | None = None) -> list[Pair]:
     return pairs
 
 
-def _documented(source: bytes) -> Iterator[tuple[str, str]]:
+def _documented(file: Path) -> Iterator[tuple[str, str]]:
     """The code without docstring, and the docstring, of each function of a file, in the order of lines."""
     try:
-        with warnings.catch_warnings():
+        # In the encoding that the file names, UTF-8 by default.
+        with tokenize.open(file) as opened, warnings.catch_warnings():
             # Of the library's own old escapes, which are not this caller's to mend.
             warnings.simplefilter("ignore")
+            source = opened.read()
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         # What this Python cannot read is not of its library.
         return
-    lines = source.splitlines(keepends=True)
+    # Python takes no other character for the end of a line.
+    lines = source.split("\n")
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for function in sorted(functions, key=lambda node: node.lineno):
         docstring = ast.get_docstring(function)
@@ -106,7 +110,7 @@ def _documented(source: bytes) -> Iterator[tuple[str, str]]:
             continue
         first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
         kept = [*lines[first : literal.lineno - 1], *lines[literal.end_lineno : function.end_lineno]]
-        yield dedent(b"".join(kept).decode("utf-8")).strip(), docstring
+        yield dedent("\n".join(kept)).strip(), docstring
 
 
 def hold_out_groups(pairs: Sequence[Pair], fraction: float) -> tuple[list[Pair], list[Pair]]:

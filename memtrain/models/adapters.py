@@ -1,40 +1,40 @@
-"""Low-rank adapters on a model, in place, and what is written of it: the adapters, or the model with them added in.
+"""Low-rank adapters on a model, in place, and what is written of them.
 
-peft makes the adapters and adds them in. What it leaves open is decided here: which layers are linear, the data type, also
-where tensors have no data, and what happens to weights that are tied to a head that has an adapter.
+peft makes the adapters. What it leaves open is decided here: which layers are linear, the data type, also where tensors have no
+data, and what a frozen model cannot have.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memtrain.method import Lora
+from memtrain.models.objective import predicts_next_token
 from memtrain.models.quietly import quietly
 
-# The name that peft gives adapters; it is not written to files.
-_NAME = "default"
+NAME = "default"
+"""The name that peft gives adapters; it is not written to files."""
 
 
-def add_adapters_(model: nn.Module, lora: Lora) -> nn.Module:
+def add_adapters_(model: nn.Module, lora: Lora, base: str | None = None) -> nn.Module:
     """Freeze the model, and add adapters that train, drawn from torch's generator. In place; the class stays.
 
+    Args:
+        base: where the model came from, which is written with the adapters; by default what the model says itself.
+
     Raises:
-        ValueError: a name is that of no module, a module takes no adapter, or the model has adapters already.
+        ValueError: a name is that of no module, a module takes no adapter or would train nothing, the model has adapters already,
+            or it has what moves though it is frozen.
     """
     if adapted(model):
         raise ValueError(f"{type(model).__name__} has adapters already, and method lora adds new ones: set method to full.")
-    saved = [name for name in lora.modules_to_save if not _ending_in(model, name)]
-    if saved:
-        raise ValueError(
-            f"modules_to_save has {saved[0]!r}, and no module of {type(model).__name__} is called so: "
-            f"name some of {', '.join(sorted(_leaf_names(model)))}."
-        )
+    _refuse_saved(model, lora.modules_to_save)
     targets = _targets(model, lora)
     with quietly(), torch.device("cpu"):
         from peft import LoraConfig, inject_adapter_in_model
@@ -47,12 +47,12 @@ def add_adapters_(model: nn.Module, lora: Lora) -> nn.Module:
             modules_to_save=list(lora.modules_to_save) or None,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
-            base_model_name_or_path=getattr(model, "name_or_path", None) or None,
+            base_model_name_or_path=base or getattr(model, "name_or_path", None) or None,
         )
         try:
-            inject_adapter_in_model(config, model, _NAME)
+            inject_adapter_in_model(config, model, NAME)
         except (ValueError, TypeError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"no adapters can be added to {type(model).__name__} ({reason}): name linear layers in target_modules."
             ) from error
@@ -62,17 +62,18 @@ def add_adapters_(model: nn.Module, lora: Lora) -> nn.Module:
             # peft leaves the type as it is where tensors have no data.
             parameter.data = parameter.data.to(dtype)
     _cast_around_saved_(model)
+    _leave_fast_path_(model)
     return model
 
 
 def adapted(model: nn.Module) -> bool:
-    """Whether peft has put adapters on the model."""
-    return bool(getattr(model, "peft_config", None))
+    """Whether peft has put adapters on the model, or on one that it holds."""
+    return any(getattr(module, "peft_config", None) for module in model.modules())
 
 
 def has_own_adapters(model: nn.Module) -> bool:
     """Whether the adapters on the model are those of :func:`add_adapters_`: what peft wraps whole, it writes itself."""
-    return list(getattr(model, "peft_config", {})) == [_NAME] and not hasattr(model, "get_base_model")
+    return list(getattr(model, "peft_config", {})) == [NAME] and not hasattr(model, "get_base_model")
 
 
 def head_path(model: nn.Module) -> str | None:
@@ -103,19 +104,29 @@ def is_named(path: str, names: tuple[str, ...]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
+def is_inside(path: str, names: Collection[str]) -> bool:
+    """Whether a module, or one that it is in, has a path that ends in one of the names."""
+    parts = path.split(".")
+    return any(is_named(".".join(parts[:end]), tuple(names)) for end in range(1, len(parts) + 1))
+
+
+# ---------------------------------------------------------------------------------------------- which modules
+
+
 def _targets(model: nn.Module, lora: Lora) -> list[str]:
     if lora.target_modules == "all-linear":
         head = head_path(model)
         found = [
             path
             for path, module in model.named_modules()
-            if is_linear(module) and path != head and path and not is_named(path, lora.modules_to_save)
+            if is_linear(module) and path != head and path and not is_inside(path, lora.modules_to_save)
         ]
         if not found:
             raise ValueError(
                 f"target_modules is all-linear, and {type(model).__name__} has no linear layer below its head: "
                 f"name the modules that get adapters."
             )
+        _refuse_shared(model, found)
         return found
     names = (lora.target_modules,) if isinstance(lora.target_modules, str) else lora.target_modules
     for name in names:
@@ -124,7 +135,56 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
                 f"target_modules has {name!r}, and no module of {type(model).__name__} is called so: "
                 f"name some of {', '.join(sorted(_leaf_names(model)))}, or all-linear."
             )
+    # Inside what trains whole, peft adds none.
+    outside = [path for path, _ in model.named_modules() if is_named(path, names) and not is_inside(path, lora.modules_to_save)]
+    if not outside:
+        raise ValueError(
+            f"every target of target_modules={list(names)} is trained whole by modules_to_save={list(lora.modules_to_save)}: "
+            f"take one of the two out."
+        )
+    _refuse_shared(model, outside)
     return list(names)
+
+
+def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
+    first: dict[int, str] = {}
+    for path in targets:
+        weight = getattr(model.get_submodule(path), "weight", None)
+        other = path if weight is None else first.setdefault(id(weight), path)
+        if other != path:
+            raise ValueError(
+                f"{other} and {path} share one weight, and the adapter of each would be added to both when merged: "
+                f"name only one of them in target_modules."
+            )
+
+
+def _refuse_saved(model: nn.Module, saved: tuple[str, ...]) -> None:
+    """Refuse names of modules to train whole that are none, that would train nothing, or that are missing."""
+    unknown = [name for name in saved if not _ending_in(model, name)]
+    if unknown:
+        raise ValueError(
+            f"modules_to_save has {unknown[0]!r}, and no module of {type(model).__name__} is called so: "
+            f"name some of {', '.join(sorted(_leaf_names(model)))}."
+        )
+    # A table of embeddings that only lends its weight to other tables, as in encoder-decoder models.
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    lent: dict[str, list[str]] = {}
+    for pair in ties.items():
+        borrower, lender = (path.rpartition(".")[0] for path in pair)
+        if all(isinstance(model.get_submodule(path), nn.Embedding) for path in (borrower, lender)):
+            lent.setdefault(lender, []).append(borrower)
+    for lender, borrowers in lent.items():
+        if is_named(lender, saved):
+            raise ValueError(
+                f"modules_to_save has {lender}, whose weight {type(model).__name__} uses in {' and '.join(borrowers)}, so a copy "
+                f"of it would train nothing: name {' and '.join(borrowers)} instead."
+            )
+    for path, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None and not is_inside(path, saved):
+            raise ValueError(
+                f"{path} of {type(model).__name__} keeps running statistics, which move though the model is frozen and are not "
+                f"saved with adapters: name it in modules_to_save."
+            )
 
 
 def _ending_in(model: nn.Module, name: str) -> list[str]:
@@ -145,137 +205,80 @@ def _cast_around_saved_(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, ModulesToSaveWrapper):
             continue
-        outside = next((p.dtype for p in module.original_module.parameters() if p.is_floating_point()), None)
-        inside = next(module.modules_to_save[_NAME].parameters()).dtype
-        if outside is None or outside == inside:
+        outside, inside = (_type_of(one) for one in (module.original_module, module.modules_to_save[NAME]))
+        if outside is None or inside is None or outside == inside:
             continue
-        module.register_forward_pre_hook(_Cast(inside))
-        module.register_forward_hook(_Cast(outside))
+        module.register_forward_pre_hook(_Cast(inside).given, with_kwargs=True)
+        module.register_forward_hook(_Cast(outside).returned)
+
+
+def _type_of(module: nn.Module) -> torch.dtype | None:
+    return next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
 
 
 class _Cast:
-    """A hook that casts floating-point tensors, given or returned; autocast casts by itself."""
+    """Hooks that cast floating-point tensors, given or returned; autocast casts by itself."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def __call__(self, _: nn.Module, given: Any, returned: Any = None) -> Any:
-        if returned is not None:
-            return self._cast(returned)
-        return tuple(map(self._cast, given))
+    def given(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._cast(args), self._cast(kwargs)
+
+    def returned(self, _: nn.Module, __: Any, returned: Any) -> Any:
+        return self._cast(returned)
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if isinstance(value, Tensor):
+            return value.to(self._dtype) if value.is_floating_point() else value
+        if type(value) in (tuple, list):
+            return type(value)(map(self._cast, value))
+        if isinstance(value, dict):
+            # The outputs of transformers are such.
+            return type(value)(**{name: self._cast(one) for name, one in value.items()})
+        return value
+
+
+def _leave_fast_path_(model: nn.Module) -> None:
+    """Let torch's encoder layers call the layers in them: in evaluation they read weights past adapters and packed layers.
+
+    They do so only for two activations, so this one is said to be neither. It stays so after training.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 # ---------------------------------------------------------------------------------------------- what is written
+
+
+def written_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What trains of an adapted model, and the buffers of modules that train whole, each under every path that it has."""
+    found = {path: one for path, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    found_beside = {path: one for path, one in model.named_buffers() if f".modules_to_save.{NAME}." in path}
+    return {**found, **found_beside}
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What is written of an adapted model, by the names that peft gives it in files."""
     from peft import get_peft_model_state_dict
 
-    parameters: dict[str, Tensor] = {path: parameter.detach() for path, parameter in model.named_parameters()}
-    for path, buffer in model.named_buffers():
-        if "modules_to_save" in path:
-            parameters[path] = buffer
+    tensors = {path: tensor.detach() for path, tensor in written_tensors(model).items()}
     # A quantised model's own state dict would be packed for nothing.
-    found = get_peft_model_state_dict(model, state_dict=parameters, adapter_name=_NAME, save_embedding_layers=False)
+    found = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=NAME, save_embedding_layers=False)
     return {f"base_model.model.{path}": tensor for path, tensor in found.items()}
 
 
 def config_of(model: nn.Module) -> Any:
-    """peft's configuration of the adapters, as written."""
-    config: Any = copy.copy(_config(model))
+    """peft's configuration of the adapters, as written: with what peft's own classes ask for to load the base."""
+    config: Any = copy.copy(model.peft_config[NAME])  # type: ignore[index]
     config.inference_mode = True
     # In a set, they would be written in another order each time.
     config.target_modules = sorted(config.target_modules)
+    if predicts_next_token(model):
+        config.task_type = "CAUSAL_LM"
+    elif hasattr(model, "save_pretrained"):
+        config.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     return config
-
-
-def merged(model: nn.Module, base: nn.Module) -> nn.Module:
-    """``base``, on the host, with the adapters of ``model`` added to its weights and its whole-trained modules put in.
-
-    A head that is tied to the embeddings is untied first if either is changed, so that the other stays as it is.
-
-    Args:
-        model: an adapted model, which is left as it is.
-        base: the same architecture without adapters and not quantised. Changed in place.
-    """
-    from peft import inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    trained = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
-    with quietly():
-        _untie_(base, model)
-        inject_adapter_in_model(copy.deepcopy(_config(model)), base, _NAME)
-        _take_(base, trained)
-        for path, module in list(base.named_modules()):
-            if isinstance(module, LoraLayer):
-                module.merge()
-                base.set_submodule(path, module.get_base_layer())
-            elif isinstance(module, ModulesToSaveWrapper):
-                whole = module.modules_to_save[_NAME].to(next(module.original_module.parameters()).dtype)
-                base.set_submodule(path, whole)
-    del base.peft_config
-    return base.requires_grad_(True)
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """A copy, on the host, of an adapted model without its adapters; the head and embeddings that are tied stay so."""
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    memo: dict[int, Any] = {}
-    for tensor in model.parameters():
-        memo[id(tensor)] = nn.Parameter(tensor.detach().to("cpu", copy=True), requires_grad=tensor.requires_grad)
-    copied = copy.deepcopy(model, memo)
-    for path, module in list(copied.named_modules()):
-        if isinstance(module, LoraLayer):
-            copied.set_submodule(path, module.get_base_layer())
-        elif isinstance(module, ModulesToSaveWrapper):
-            copied.set_submodule(path, module.original_module)
-    del copied.peft_config
-    return copied
-
-
-def _config(model: Any) -> Any:
-    return model.peft_config[_NAME]
-
-
-def _take_(base: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    for path, parameter in base.named_parameters():
-        if path in trained:
-            # In 32 bits, so that the product of the two matrices is rounded once, as a part of the weight.
-            parameter.data = trained[path].detach().to("cpu", torch.float32, copy=True)
-
-
-def _untie_(base: nn.Module, model: nn.Module) -> None:
-    """Give a tied head a weight of its own if the head or the embeddings have been trained."""
-    head, find = head_path(base), getattr(base, "get_input_embeddings", None)
-    if head is None or find is None:
-        return
-    layer, embeddings = base.get_submodule(head), find()
-    if getattr(layer, "weight", None) is not getattr(embeddings, "weight", object()):
-        return
-    table = next(path for path, module in base.named_modules() if module is embeddings)
-    if not any(path.startswith((f"{head}.", f"{table}.")) for path in _trained_paths(model)):
-        return
-    layer.weight = nn.Parameter(layer.weight.detach().clone())  # type: ignore[operator]
-    # Both say that a model that is read shares the two.
-    base.all_tied_weights_keys = {}  # type: ignore[assignment]
-    for config in _configs(base):
-        config.tie_word_embeddings = False
-
-
-def _configs(base: nn.Module) -> Iterator[Any]:
-    config: Any = base.config
-    yield config
-    text = config.get_text_config()
-    if text is not config:
-        yield text
-
-
-def _trained_paths(model: nn.Module) -> list[str]:
-    return [path for path, parameter in model.named_parameters() if parameter.requires_grad]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,17 +85,27 @@ class FromPretrained:
         Raises:
             ValueError: they are not there.
         """
+        return self.read(dtype, **settings)[0]
+
+    def read(self, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, list[str]]:
+        """The model as :meth:`load` gives it, and the names of the weights that are not there and were drawn at random.
+
+        Raises:
+            ValueError: there are none.
+        """
         folder, file = gguf.pretrained(self.path)
         if file:
             settings = {**file, **gguf.unpacked(), **settings}
+        settings = {"config": self.config, "dtype": dtype, "output_loading_info": True, **settings}
         try:
-            model: nn.Module = model_class(self.config).from_pretrained(folder, config=self.config, dtype=dtype, **settings)
+            with gguf.no_progress_bar() if file else nullcontext():
+                model, found = model_class(self.config).from_pretrained(folder, **settings)
         except OSError as error:
             raise ValueError(
                 f"the weights at {self.path!r} cannot be loaded ({_first_line(error)}): give a folder that save_pretrained "
                 f"wrote, or fetch the model first."
             ) from error
-        return gguf.settle_(model) if file else model
+        return gguf.settle_(model) if file else model, sorted(found["missing_keys"])
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -138,12 +149,14 @@ def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
         raise ValueError(f"model is {model!r}, and it must be a path, a hub id, a transformers config or an nn.Module.")
     path = os.fspath(model)
     if config is not None:
-        return FromPretrained(path, _config_of(config))
+        return _unpacked(FromPretrained(path, _config_of(config)))
     if gguf.names_gguf(path):
         return FromPretrained(path, gguf.read_config(path))
     local = Path(path).expanduser()
     if local.is_dir():
         path = str(local)
+        if (local / "adapter_config.json").is_file():
+            raise ValueError(f"model {path!r} holds adapters: give the model they belong to.")
         if not (local / "config.json").is_file():
             raise ValueError(f"model {path!r} is a folder without config.json: give a folder that save_pretrained wrote.")
     elif local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
@@ -151,7 +164,7 @@ def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
             f"model {path!r} is not a folder: give one that save_pretrained wrote, or a hub id such as 'org/name'."
         )
     try:
-        return FromPretrained(path, AutoConfig.from_pretrained(path))
+        found = FromPretrained(path, AutoConfig.from_pretrained(path))
     except (OSError, ValueError, StrictDataclassError) as error:
         if local.is_dir():
             raise ValueError(
@@ -162,6 +175,22 @@ def source(model: Any, config: Mapping[str, Any] | None = None) -> ModelSource:
             f"model {path!r} is neither a local folder nor a model that can be fetched ({_first_line(error)}): "
             f"give a folder that save_pretrained wrote, or fetch the model first."
         ) from error
+    return _unpacked(found)
+
+
+def _unpacked(made: FromPretrained) -> FromPretrained:
+    """The same, unless its weights are in few bits: what reads them would pack them again, or train them as if they were whole."""
+    packing = getattr(made.config, "quantization_config", None)
+    if packing is None or gguf.names_gguf(made.path):
+        return made
+    settings = packing if isinstance(packing, Mapping) else packing.to_dict()
+    by_flag = next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit")), None)
+    bits = by_flag or settings.get("bits")
+    form = f"in {bits} bits" if bits else f"as {settings.get('quant_method')}"
+    raise ValueError(
+        f"model {made.name!r} is held {form} already, which cannot be trained or packed again: give the model it was made from, "
+        f"with method lora and quantization nf4."
+    )
 
 
 def _config_of(described: Mapping[str, Any]) -> PretrainedConfig:

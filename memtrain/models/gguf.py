@@ -7,6 +7,9 @@ parameters up to 830 MiB while 513 MiB of fp32 weights are made, and 590 MiB for
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -74,6 +77,19 @@ def unpacked() -> dict[str, Any]:
     # Releases without it unpack in any case.
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar while it unpacks, which its own switch for bars does not reach."""
+    # Not an attribute of its package, which loads lazily.
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = reader.tqdm
+    reader.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
 
 
 def settle_(model: nn.Module) -> nn.Module:

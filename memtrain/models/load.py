@@ -6,13 +6,15 @@ read, and then the adapters on it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from memtrain.job import Job
 from memtrain.method import Lora, Unquantized
 from memtrain.models import gguf
-from memtrain.models.adapters import add_adapters_
+from memtrain.models.adapters import add_adapters_, is_inside
 from memtrain.models.build import FromConfig, FromModule, FromPretrained, ModelSource, model_class, weight_dtype
 from memtrain.models.quantize import build_quantized, quantize_, read_by_tensor, settings_for, settle_
 from memtrain.models.quietly import quietly
@@ -29,7 +31,7 @@ def load_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Mod
     Raises:
         ValueError: the weights are not there, cannot be packed, or no adapters can be added.
     """
-    return _with_adapters(_loaded_base(source, job, card), job)
+    return _with_adapters(_loaded_base(source, job, card), source, job)
 
 
 def build_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Module:
@@ -38,7 +40,7 @@ def build_model(source: ModelSource, job: Job, card: str | None = None) -> nn.Mo
     Raises:
         ValueError: it cannot be packed, or no adapters can be added.
     """
-    return _with_adapters(_built_base(source, job, card), job)
+    return _with_adapters(_built_base(source, job, card), source, job)
 
 
 def product_dtype(job: Job) -> torch.dtype:
@@ -50,8 +52,10 @@ def product_dtype(job: Job) -> torch.dtype:
     return found
 
 
-def _with_adapters(model: nn.Module, job: Job) -> nn.Module:
-    return add_adapters_(model, job.method) if isinstance(job.method, Lora) else model
+def _with_adapters(model: nn.Module, source: ModelSource, job: Job) -> nn.Module:
+    if not isinstance(job.method, Lora):
+        return model
+    return add_adapters_(model, job.method, source.path if isinstance(source, FromPretrained) else None)
 
 
 def _trained_whole(job: Job) -> tuple[str, ...]:
@@ -61,7 +65,8 @@ def _trained_whole(job: Job) -> tuple[str, ...]:
 def _built_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
     dtype, products, whole = weight_dtype(job.precision), product_dtype(job), _trained_whole(job)
     if isinstance(job.quantization, Unquantized):
-        return source.build(dtype)
+        # A module may bring packed layers of its own.
+        return settle_(source.module) if isinstance(source, FromModule) else source.build(dtype)
     if isinstance(source, FromModule):
         return quantize_(source.module, job.quantization, products, keep=whole, card=card)
     made = model_class(source.config)
@@ -70,16 +75,28 @@ def _built_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
 
 def _loaded_base(source: ModelSource, job: Job, card: str | None) -> nn.Module:
     dtype, products = weight_dtype(job.precision), product_dtype(job)
-    if isinstance(job.quantization, Unquantized):
-        return source.load(dtype)
     if not isinstance(source, FromPretrained):
         return _built_base(source, job, card)
+    if isinstance(job.quantization, Unquantized):
+        return _read(source, job)
     if gguf.names_gguf(source.path):
         # transformers does not pack what it unpacks.
-        return quantize_(source.load(dtype), job.quantization, products, keep=_trained_whole(job), card=card)
+        return quantize_(_read(source, job), job.quantization, products, keep=_trained_whole(job), card=card)
     with torch.device("meta"):
         architecture = FromConfig(source.config).build(dtype)
     settings = settings_for(architecture, job.quantization, products, _trained_whole(job))
     with quietly(), read_by_tensor():
-        model = source.load(dtype, quantization_config=settings, device_map={"": card or "cpu"})
+        model = _read(source, job, quantization_config=settings, device_map={"": card or "cpu"})
     return settle_(model, products)
+
+
+def _read(source: FromPretrained, job: Job, **settings: Any) -> nn.Module:
+    """The weights that are there; those that are not may be drawn only where they train."""
+    model, missing = source.read(weight_dtype(job.precision), **settings)
+    layers = sorted({path.rpartition(".")[0] for path in missing if not is_inside(path, _trained_whole(job))})
+    if layers and isinstance(job.method, Lora):
+        raise ValueError(
+            f"the weights of {', '.join(layers)} are not at {source.name!r}, so they would stay as they are drawn: "
+            f"name {'it' if len(layers) == 1 else 'them'} in modules_to_save."
+        )
+    return model

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memtrain import place
 from memtrain.method import Int8, Nf4
-from memtrain.models.adapters import head_path, is_linear, is_named, is_transposed
+from memtrain.models.adapters import head_path, is_inside, is_linear, is_transposed
 from memtrain.models.blocks import blocks
 from memtrain.models.quietly import quietly
 from memtrain.trace.event import DEVICE
@@ -71,13 +71,13 @@ def quantize_(
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether the model has layers in 4 or 8 bits."""
-    return any(_is_packed(module) for module in model.modules())
+    return any(is_packed(module) for module in model.modules())
 
 
 def scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that a packed layer holds besides its parameters and buffers, with the layer's path."""
     for path, module in model.named_modules():
-        if _is_packed(module):
+        if is_packed(module):
             for holder, name in _held_beside(module):
                 yield path, getattr(holder, name)
 
@@ -86,7 +86,7 @@ def move_unpacked_(model: nn.Module, device: str) -> nn.Module:
     """Move a model from the host, tensor by tensor, but for its packed layers, which are there."""
     carrier = nn.ModuleList()
     for module in model.modules():
-        if not _is_packed(module):
+        if not is_packed(module):
             # The same dictionaries, so that what is moved is found where it was.
             shell = nn.Module()
             shell._parameters, shell._buffers = module._parameters, module._buffers
@@ -159,10 +159,14 @@ def settings_for(
     )
 
 
-def settle_(model: nn.Module, products: torch.dtype) -> nn.Module:
-    """Let packed layers that from_pretrained made be as :func:`quantize_` makes them."""
+def settle_(model: nn.Module, products: torch.dtype | None = None) -> nn.Module:
+    """Let packed layers that from_pretrained or a user made be as :func:`quantize_` makes them.
+
+    Args:
+        products: the data type that they are multiplied in; None for the one that they have.
+    """
     for module in model.modules():
-        if _is_packed(module):
+        if is_packed(module):
             _settle_(module, products)
     return model
 
@@ -196,12 +200,11 @@ def _kept(model: nn.Module, keep: Collection[str]) -> tuple[str, ...]:
 
 def _is_packable(path: str, module: nn.Module, kept: tuple[str, ...]) -> bool:
     # A module that is kept is kept with all that is in it.
-    names = path.split(".")
-    inside_kept = any(is_named(".".join(names[:end]), kept) for end in range(1, len(names) + 1))
-    return bool(path) and is_linear(module) and not _is_packed(module) and not inside_kept
+    return bool(path) and is_linear(module) and not is_packed(module) and not is_inside(path, kept)
 
 
-def _is_packed(module: nn.Module) -> bool:
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module is a layer of bitsandbytes in 4 or 8 bits."""
     # peft calls what it puts around such a layer by the same names.
     return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith("bitsandbytes.")
 
@@ -282,7 +285,7 @@ def _pack_(made: Any, weight: Tensor, quantization: Nf4 | Int8) -> None:
         made.weight = layers.Int8Params(rounded, requires_grad=False, CB=rounded, SCB=row_scales)
 
 
-def _settle_(layer: Any, products: torch.dtype) -> None:
+def _settle_(layer: Any, products: torch.dtype | None) -> None:
     """Set what bitsandbytes would set at the first forward, or not at all."""
     # A layer that is there is not drawn again by transformers.
     layer._is_hf_initialized = True
@@ -292,8 +295,9 @@ def _settle_(layer: Any, products: torch.dtype) -> None:
         # It says at each call that it rounds its input to 16 bits.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return
-    # In backward the weight is unpacked to this type, and then cast.
-    layer.weight.quant_state.dtype = products
+    if products is not None:
+        # In backward the weight is unpacked to this type, and then cast.
+        layer.weight.quant_state.dtype = products
     # In evaluation on some processors, the library lays the weight out anew, and no gradient flows through that.
     layer.support_avx512bf16_for_cpu = False
 

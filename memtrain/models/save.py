@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memtrain.models.adapters import adapter_tensors, bare, config_of, has_own_adapters, merged
+from memtrain.models.adapters import adapter_tensors, config_of, has_own_adapters
 from memtrain.models.build import FromPretrained, ModelSource
+from memtrain.models.merge import bare, merged
 from memtrain.models.quantize import is_quantized
 from memtrain.models.quietly import quietly
 
@@ -75,7 +76,12 @@ def _save_adapters(model: nn.Module, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     with quietly():
-        tensors = {path: tensor.contiguous() for path, tensor in adapter_tensors(model).items()}
+        tensors: dict[str, torch.Tensor] = {}
+        written: set[int] = set()
+        for path, tensor in adapter_tensors(model).items():
+            # Weights that are tied in a module that trained whole; a file takes each once.
+            tensors[path] = tensor.clone() if tensor.data_ptr() in written else tensor.contiguous()
+            written.add(tensor.data_ptr())
         save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
         config_of(model).save_pretrained(folder)
 

@@ -10,6 +10,7 @@ Missing: layers of an odd number of inputs, which a processor unpacks through 32
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from memtrain.device import Cpu, Cuda, Device
+from memtrain.models.quantize import is_packed
 
 # ---------------------------------------------------------------------- scratch memory inside kernels
 
 
 def _product_4_bit(
-    _: Device,
+    device: Device,
     input: Tensor,
     packed: Tensor,
     shape: list[int],
@@ -37,8 +39,10 @@ def _product_4_bit(
     *__: Any,
     **___: Any,
 ) -> int:
-    """The unpacked weight, and its scales in fp32 where these are packed too (_gemm_4bit_default_impl in backends/default/ops.py)."""
-    return math.prod(shape) * input.element_size() + (0 if absmax_8bit is None else 4 * absmax_8bit.numel())
+    """The unpacked weight, and where its scales are packed too these in fp32 (_gemm_4bit_default_impl in backends/default/ops.py), on
+    a card without and with their mean (_dequant_linear_fallback in backends/cuda/ops.py)."""
+    copies = 0 if absmax_8bit is None else 4 * absmax_8bit.numel() * (2 if isinstance(device, Cuda) else 1)
+    return math.prod(shape) * input.element_size() + copies
 
 
 def _pack_4_bit_cpu(_: Cpu, weight: Tensor, *__: Any) -> int:
@@ -66,9 +70,13 @@ def _product_8_bit(
     dtype: torch.dtype | None = None,
 ) -> int:
     """The product in 32-bit integers, and on a card in fp16 where the result has another type; on a processor two more in fp32, or
-    before that both factors and their product in fp32 (int8_linear_matmul and int8_mm_dequant in the two backends)."""
+    before that both factors and their product in fp32 (int8_linear_matmul and int8_mm_dequant in the two backends).
+
+    A card multiplies in fp32 too where the number of inputs is not divisible by 4, and turns the product into integers twice
+    (_int8_linear_matmul_impl in backends/cuda/ops.py).
+    """
     results = input.numel() // input.shape[-1] * packed.shape[0]
-    if isinstance(device, Cuda):
+    if isinstance(device, Cuda) and input.shape[-1] % 4 == 0:
         return (4 if dtype is torch.float16 else 6) * results
     return max(12 * results, 4 * (input.numel() + packed.numel()) + 8 * results)
 
@@ -146,3 +154,43 @@ def products_of(device: Device) -> Iterator[None]:
         yield
     finally:
         library.matmul = matmul
+
+
+# ---------------------------------------------------------------------- a user's packed weights without data
+
+
+def packed_without_data(module: torch.nn.Module) -> dict[int, Any]:
+    """What a data-less copy has in place of packed weights and the tensors beside them, by the identity of each."""
+    made: dict[int, Any] = {}
+    layers: list[Any] = [layer for layer in module.modules() if is_packed(layer)]
+    for layer in layers:
+        library, weight, state = sys.modules["bitsandbytes"].nn, layer.weight, getattr(layer, "state", None)
+        data = torch.empty_like(weight.data, device="meta")
+        if state is None:
+            made[id(weight.quant_state)] = scales = _state_without_data(weight.quant_state)
+            settings = {
+                name: getattr(weight, name)
+                for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+            }
+            made[id(weight)] = library.Params4bit(data, requires_grad=False, quant_state=scales, **settings)
+            continue
+        for holder in (weight, state):
+            # The bytes of the weight itself, and its scales, which go from one to the other at the first forward.
+            if holder.CB is not None:
+                made[id(holder.CB)] = data
+            if holder.SCB is not None:
+                made[id(holder.SCB)] = torch.empty_like(holder.SCB, device="meta")
+        held = {name: made.get(id(getattr(weight, name))) for name in ("CB", "SCB")}
+        made[id(weight)] = library.Int8Params(data, requires_grad=False, has_fp16_weights=weight.has_fp16_weights, **held)
+    return made
+
+
+def _state_without_data(state: Any) -> Any:
+    if state is None:
+        return None
+    made = copy.copy(state)
+    for name in ("absmax", "code", "offset"):
+        if isinstance(value := getattr(state, name), Tensor):
+            setattr(made, name, torch.empty_like(value, device="meta"))
+    made.state2 = _state_without_data(state.state2)
+    return made

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_parity import both, load_peak
-from toys import CASES, batch
+from torch import nn
+from toys import CASES, Case, batch
 
 from memtrain.job import Job
-from memtrain.method import Int8, Lora, Nf4, Quantization, Unquantized
+from memtrain.method import Full, Int8, Lora, Method, Nf4, Quantization, Unquantized
+from memtrain.models.build import FromModule
 from memtrain.models.load import load_model
+from memtrain.models.save import save_model
 from memtrain.plan import ChunkedLogits, Plan, Recompute
 from memtrain.precision import AutocastBf16, Bf16, Fp32, Precision
 from memtrain.run import prepare
 from memtrain.trace.kernels_bitsandbytes import NO_OUTLIERS
+from memtrain.trace.simulate import dataless_model_of
 
 UNQUANTIZED, FP32 = Unquantized(), Fp32()
 PLAIN = Plan(micro_batch_size=2)
@@ -22,7 +29,7 @@ SAVERS = Plan(micro_batch_size=2, activations=Recompute(1), loss=ChunkedLogits(1
 RECOMPUTED = Plan(micro_batch_size=2, activations=Recompute(1))
 
 
-def job(method: Lora, quantization: Quantization = UNQUANTIZED, precision: Precision = FP32) -> Job:
+def job(method: Method, quantization: Quantization = UNQUANTIZED, precision: Precision = FP32) -> Job:
     return Job(model="toy", global_batch_size=4, steps=2, precision=precision, method=method, quantization=quantization)
 
 
@@ -90,3 +97,61 @@ def test_recomputation_leaves_no_adapter_without_a_gradient(plan: Plan) -> None:
     missing: list[Any] = [path for path, one in model.named_parameters() if one.requires_grad and one.grad is None]
     assert missing == []
     run.release()
+
+
+# ---------------------------------------------------------------------------------------------- packed by their users
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that has been saved."""
+    path: Path = tmp_path_factory.mktemp("base")
+    save_model(CASES["llama"].build().build(), None, path)
+    return path
+
+
+def packed_by_a_user(folder: Path, bits: int, *, adapters: bool) -> nn.Module:
+    """As the pages of transformers and peft do it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    settings = {4: {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 8: {"load_in_8bit": True}}[bits]
+    read = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32)
+    if not adapters:
+        return read
+    with warnings.catch_warnings():
+        # peft asks transformers by an old name.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(read, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", [Full(), Lora(rank=4)], ids=["with adapters of peft's", "without"])
+def test_a_model_that_its_user_packed_is_simulated_like_any_other(bits: int, method: Method, folder: Path) -> None:
+    def build() -> FromModule:
+        return FromModule(packed_by_a_user(folder, bits, adapters=isinstance(method, Full)))
+
+    both(Case(build, CASES["llama"].row), job(method), PLAIN)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_data_less_copy_leaves_its_users_packed_weights_as_they_are(bits: int, folder: Path) -> None:
+    given: Any = packed_by_a_user(folder, bits, adapters=False)
+    layer = given.model.layers[0].mlp.up_proj
+    weight, scales = layer.weight, layer.weight.SCB if bits == 8 else layer.weight.quant_state.absmax
+    bytes_before = weight.clone()
+    made: Any = dataless_model_of(job(Lora(rank=4)), FromModule(given))
+    copied = made.model.layers[0].mlp.up_proj.base_layer
+    assert type(copied.weight) is type(weight)
+    assert copied.weight.is_meta
+    held = copied.state.SCB if bits == 8 else copied.weight.quant_state.absmax
+    assert held.is_meta
+    assert (held.shape, held.dtype) == (scales.shape, scales.dtype)
+    if bits == 4:
+        assert copied.weight.quant_state is copied.quant_state
+    else:
+        assert copied.state.CB.untyped_storage()._cdata == copied.weight.untyped_storage()._cdata
+    assert layer.weight is weight
+    assert torch.equal(weight, bytes_before)
+    assert (layer.weight.SCB if bits == 8 else layer.weight.quant_state.absmax) is scales
+    assert not scales.is_meta

@@ -207,6 +207,15 @@ def library(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_file_is_read_in_the_encoding_that_it_names_and_one_that_cannot_be_is_left_out(tmp_path: Path) -> None:
+    for name, line in (("named", "# -*- coding: latin-1 -*-\n"), ("unnamed", ""), ("unknown", "# -*- coding: no-such -*-\n")):
+        code = f'{line}def f():\n    """Say what is inside of {name}."""\n    return "\xe9\x0c"\n'
+        (tmp_path / f"{name}.py").write_bytes(code.encode("latin-1"))
+    (pair,) = library_docstrings(tmp_path)
+    assert pair.completion == "Say what is inside of named."
+    assert 'def f():\n    return "\xe9\x0c"\n```' in pair.prompt
+
+
 def test_each_function_is_a_prompt_without_its_docstring_and_the_docstring(library: Path) -> None:
     found = library_docstrings(library)
     assert [(pair.group, pair.completion) for pair in found] == [

