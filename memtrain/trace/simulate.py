@@ -194,14 +194,15 @@ def simulate(
             recorder,
             _random_states(recorder),
         ):
-            # After the recorder has stopped; what it sets of the process, such as TF32, is given back.
+            # What it sets of the process, such as TF32, is given back; what it frees is no part of the trace.
             released.callback(run.release)
             record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
             if isinstance(device, Cuda):
                 # What is written to a file is on the host first.
                 with recorder.phase(Phase.SAVE), recorder.held(largest_shard(model), "save", HOST):
                     pass
-    return replace(recorder.trace(), why_math=tuple(why_math))
+            trace = recorder.trace()
+    return replace(trace, why_math=tuple(why_math))
 
 
 def _loaded(source: ModelSource, job: Job, device: Device) -> nn.Module:
