@@ -16,7 +16,7 @@ from memtrain.plan import (
     Plan,
     policy_name,
 )
-from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding, updates_in_fp32
+from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Bf16Master, Fp32, Precision, Rounding
 
 
 class PlanRefused(ValueError):
@@ -146,13 +146,8 @@ def _check_optimizer(plan: Plan, job: Job) -> None:
         )
 
 
-def _updates_in_fp32(job: Job) -> bool:
-    """Whether weights that are trained are updated through fp32 copies; adapters in fp32 are not."""
-    return updates_in_fp32(job.precision) and job.trained_type == "bfloat16"
-
-
 def _check_kernel(plan: Plan, job: Job) -> None:
-    if isinstance(plan.optimizer_kernel, Foreach) and _updates_in_fp32(job):
+    if isinstance(plan.optimizer_kernel, Foreach) and job.updates_in_fp32:
         raise PlanRefused(
             f"precision {policy_name(type(job.precision))} updates in fp32 weight by weight, and a foreach update takes all weights "
             f"at once: set optimizer_kernel to fused."
@@ -187,7 +182,7 @@ def _check_state(plan: Plan, job: Job, device: Device | None) -> None:
             f"optimizer_state {name} rounds the optimizer's state to 8 bits, which the job does not allow: "
             f"add {Approximation.EIGHT_BIT_STATE} to allow, or keep the state whole."
         )
-    if not isinstance(state, OnHost) and _updates_in_fp32(job):
+    if not isinstance(state, OnHost) and job.updates_in_fp32:
         raise PlanRefused(
             f"optimizer state {state} is updated by bitsandbytes in the type of the weights, and precision "
             f"{policy_name(type(job.precision))} updates in fp32: set optimizer_state to on_device or on_host."

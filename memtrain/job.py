@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Self
 
 from memtrain.method import Full, Int8, Lora, Method, Quantization, Unquantized
-from memtrain.precision import Fp32, Precision, weight_type
+from memtrain.precision import Fp32, Precision, updates_in_fp32, weight_type
 from memtrain.require import require
 from memtrain.units import format_bytes, parse_bytes
 
@@ -278,6 +278,11 @@ class Job:
     def trained_type(self) -> str:
         """The torch data type of the weights that are trained, by name."""
         return self.method.dtype if isinstance(self.method, Lora) else weight_type(self.precision)
+
+    @property
+    def updates_in_fp32(self) -> bool:
+        """Whether weights that are trained are updated through fp32 copies; adapters in fp32 need none."""
+        return updates_in_fp32(self.precision) and self.trained_type == "bfloat16"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A scaled loss, so that small gradients in float16 are not rounded to 0, and the update that knows about it.
 
 The loss is multiplied before backward and the gradients divided after it, before they are clipped. A gradient that has
-overflowed is not used: the update is skipped and the scale halved. Frees and costs nothing but a scalar and one pass over the
-gradients. Source: Micikevicius et al. 2018, arXiv 1710.03740; torch.amp.GradScaler, which does the work.
+overflowed is not used: the update is skipped and the scale halved. Frees nothing; costs a scalar, one pass over the
+gradients, and a wait for the device in each update, to know whether one has overflowed. Source: Micikevicius et al. 2018, arXiv 1710.03740; torch.amp.GradScaler, which does the work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def update_unscaled(
     It returns the norm before clipping, a scalar that is not finite where the update was skipped; None where nothing is
     clipped. The scaler's scale is smaller afterwards where the update was skipped, and only there.
     """
-
     # A fused step that is told of an overflow makes its momentum and does not write it (torch/optim/sgd.py, _fused_sgd), so the
     # scaler leaves the whole step out instead, which takes asking the device.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from memtrain.plan import (
     RecomputeMlp,
     RecomputeSelective,
 )
-from memtrain.precision import product_type, updates_in_fp32
+from memtrain.precision import product_type
 from memtrain.trace.event import Phase, Work
 
 # Passes over the parameters that an update makes, an operand or a result of an elementwise kernel being one: (fused, foreach).
@@ -145,7 +145,7 @@ class CostModel:
 
     def _update_seconds(self, plan: Plan) -> float:
         state, device = plan.optimizer_state, self.device
-        wide = updates_in_fp32(self.job.precision)
+        wide = self.job.updates_in_fp32
         size = max(self.parameter_bytes, 4 * self.elements) if wide else self.parameter_bytes
         fused, foreach = _PASSES[type(self.job.optimizer)]
         one_by_one = wide or isinstance(plan.update, DuringBackward) or not isinstance(state, OnDevice)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from memtrain.device import Cpu, Cuda
 from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, Optimizer, Sgd
+from memtrain.method import Full, Lora
 from memtrain.plan import (
     Activations,
     ChunkedLogits,
@@ -32,7 +33,7 @@ from memtrain.plan import (
     RecomputeSelective,
 )
 from memtrain.planner.cost import CostModel
-from memtrain.precision import Bf16
+from memtrain.precision import Bf16, Bf16Master
 from memtrain.trace.event import Phase, Work
 
 # Per row: 400 flop and 10 B forward (4 s of arithmetic, 1 s of traffic), 100 flop and 30 B backward (1 s and 3 s);
@@ -255,3 +256,11 @@ def test_processes_share_the_micro_batches_and_send_the_gradients_around(ranks: 
     plan = Plan(micro_batch_size=2, sharding=DataParallel(ranks))
     assert COST.step_seconds(plan) == 4 / ranks * 19 + 6 * sent / 10 + UPDATE
     assert ON_CARD.step_seconds(plan) == 4 / ranks * 19 + sent / 5 + UPDATE
+
+
+def test_adapters_in_fp32_are_updated_at_once_whatever_the_frozen_weights_are_in() -> None:
+    jobs = [replace(ON_CARD.job, precision=precision, method=Lora()) for precision in (Bf16(), Bf16Master())]
+    plain, wide = (replace(ON_CARD, job=job).step_seconds(Plan(micro_batch_size=2)) for job in jobs)
+    assert plain == wide
+    trained = replace(ON_CARD, job=replace(jobs[1], method=Full())).step_seconds(Plan(micro_batch_size=2))
+    assert trained > wide

@@ -7,11 +7,12 @@ import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from cards import CARD, CPU
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.check import PlanRefused, check, micro_batch_sizes
-from memtrain.device import Cpu, Cuda, Device
+from memtrain.device import Device
 from memtrain.job import Approximation, Job
 from memtrain.plan import (
     POLICIES,
@@ -224,19 +225,6 @@ def test_an_update_during_backward_is_allowed_on_the_whole_unclipped_batch() -> 
 
 # ---------------------------------------------------------------------------------------------- optimizer state
 
-CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
-CARD = Cuda(
-    name="card",
-    compute_capability=(8, 0),
-    multiprocessors=1,
-    usable_bytes=2,
-    context_bytes=1,
-    flops_per_second={"float32": 1.0},
-    bytes_per_second=1.0,
-    operator_seconds=1.0,
-    link_bytes_per_second=1.0,
-    host_bytes_per_second=1.0,
-)
 ALLOWED = frozenset({Approximation.EIGHT_BIT_STATE})
 
 
