@@ -227,7 +227,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 @given(listed=st.lists(calls(), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_results_are_the_same_with_and_without_remembering(listed: list[tuple[Any, tuple[Any, ...]]]) -> None:
     run = Counted()
     for func, args in [*listed, *listed]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memtrain.check import PlanRefused, check
@@ -178,7 +178,6 @@ def predictors(draw: st.DrawFn) -> Told:
 
 
 @given(predictor=predictors(), spare=st.integers(0, 200))
-@settings(deadline=None)
 def test_the_choice_is_the_fastest_of_the_plans_that_fit(predictor: Told, spare: int) -> None:
     size = least(predictor) + spare
     choice = choose(predictor, budget(size))
@@ -188,14 +187,12 @@ def test_the_choice_is_the_fastest_of_the_plans_that_fit(predictor: Told, spare:
 
 
 @given(predictor=predictors(), spare=st.integers(0, 200), more=st.integers(0, 200))
-@settings(deadline=None)
 def test_a_larger_budget_never_gives_a_slower_plan(predictor: Told, spare: int, more: int) -> None:
     size = least(predictor) + spare
     assert choose(predictor, budget(size + more)).step_seconds <= choose(predictor, budget(size)).step_seconds
 
 
 @given(predictor=predictors(), missing=st.integers(1, 199))
-@settings(deadline=None)
 def test_no_plan_fits_is_said_where_none_does_with_the_bytes_that_are_missing(predictor: Told, missing: int) -> None:
     size = least(predictor) - missing
     with pytest.raises(NoPlanFits, match=rf"\({missing} bytes\) more"):
@@ -203,7 +200,6 @@ def test_no_plan_fits_is_said_where_none_does_with_the_bytes_that_are_missing(pr
 
 
 @given(predictor=predictors(), spare=st.integers(0, 200))
-@settings(deadline=None)
 def test_every_faster_plan_was_rejected_for_the_bytes_it_is_over(predictor: Told, spare: int) -> None:
     size = least(predictor) + spare
     choice = choose(predictor, budget(size))

@@ -98,7 +98,7 @@ def budget_of_one(predictor: Told, data: st.DataObject, spare: int) -> Budget:
 
 
 @given(predictor=predictors(), data=st.data(), spare=st.integers(0, 100))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_choice_is_the_fastest_of_the_plans_that_fit_both_sides(predictor: Told, data: st.DataObject, spare: int) -> None:
     asked = budget_of_one(predictor, data, spare)
     choice = choose(predictor, asked)
@@ -113,7 +113,7 @@ def test_the_choice_is_the_fastest_of_the_plans_that_fit_both_sides(predictor: T
 @given(
     predictor=predictors(), data=st.data(), more=st.integers(0, 200), more_of_the_host=st.one_of(st.none(), st.integers(0, 200))
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_more_on_either_side_never_gives_a_slower_plan(
     predictor: Told, data: st.DataObject, more: int, more_of_the_host: int | None
 ) -> None:
@@ -125,7 +125,7 @@ def test_more_on_either_side_never_gives_a_slower_plan(
 
 
 @given(predictor=predictors(), data=st.data(), spare=st.integers(0, 100))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_bound_that_is_too_low_changes_nothing_but_what_is_said(predictor: Told, data: st.DataObject, spare: int) -> None:
     asked = budget_of_one(predictor, data, spare)
     bounded = choose(predictor, asked)
