@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import peers
 import pytest
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    return importlib.import_module("peers")
-
-
-def test_a_plain_loop_transformers_and_memtrain_train_the_same_step_by_step(peers: ModuleType) -> None:
+def test_a_plain_loop_transformers_and_memtrain_train_the_same_step_by_step() -> None:
     model = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     task = peers.Task(model=model, batch=2, length=8, steps=5, schedule="cosine")
     contenders = [

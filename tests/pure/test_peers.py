@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import overhead
+import peak_vs_peers
+import peers
 import pytest
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    return importlib.import_module("peers")
-
-
-@pytest.fixture
-def overhead(peers: ModuleType) -> ModuleType:
-    return importlib.import_module("overhead")
-
-
-@pytest.fixture
-def peak_vs_peers(peers: ModuleType) -> ModuleType:
-    return importlib.import_module("peak_vs_peers")
-
-
-def run(peers: ModuleType, losses: list[float], seconds: list[float], **more: Any) -> Any:
+def run(losses: list[float], seconds: list[float], **more: Any) -> Any:
     given = {"peak_bytes": None, "plan": None, "predicted_bytes": None, "versions": {}, **more}
     return peers.Run(losses=losses, cpu_seconds=seconds, seconds=seconds, **given)
 
 
-def test_who_begins_a_round_moves_on_and_comes_round_again(peers: ModuleType) -> None:
+def test_who_begins_a_round_moves_on_and_comes_round_again() -> None:
     assert [peers.rotated("abc", by) for by in (0, 2, 4)] == [["a", "b", "c"], ["c", "a", "b"], ["b", "c", "a"]]
 
 
-def test_times_that_touch_a_watched_step_do_not_count(overhead: ModuleType, peers: ModuleType) -> None:
+def test_times_that_touch_a_watched_step_do_not_count() -> None:
     # Six steps have five times between updates; steps 1, 2 and 6 are watched.
     assert peers.steady([12, 23, 34, 45, 56]) == [34, 45]
     # Above the usual 2: 7 and 6 at the beginning, 5 at the end.
@@ -55,21 +38,19 @@ def test_times_that_touch_a_watched_step_do_not_count(overhead: ModuleType, peer
     ],
 )
 def test_the_interval_of_a_median_is_a_pair_of_order_statistics(
-    overhead: ModuleType, values: list[float], expected: tuple[float, float, float]
+    values: list[float], expected: tuple[float, float, float]
 ) -> None:
     assert overhead.interval(values) == expected
 
 
-def overhead_table(overhead: ModuleType, peers: ModuleType, ours: float, loss: float = 2.0) -> list[Any]:
-    loop, memtrain = run(peers, [2.0], [9, 9, 1, 1, 9]), run(peers, [loss], [9, 9, ours, ours, 9])
+def overhead_table(ours: float, loss: float = 2.0) -> list[Any]:
+    loop, memtrain = run([2.0], [9, 9, 1, 1, 9]), run([loss], [9, 9, ours, ours, 9])
     return overhead.rows(overhead.CONTENDERS[:2], [[loop, memtrain]] * 3)
 
 
-def test_a_ratio_within_its_bound_and_equal_losses_exit_with_zero(
-    overhead: ModuleType, peers: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ratio_within_its_bound_and_equal_losses_exit_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "overhead.json"
-    assert overhead.report(overhead_table(overhead, peers, 1.015625), ["a machine"], file) == 0
+    assert overhead.report(overhead_table(1.015625), ["a machine"], file) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "a machine"
     assert last == (
@@ -82,28 +63,26 @@ def test_a_ratio_within_its_bound_and_equal_losses_exit_with_zero(
 
 
 @pytest.mark.parametrize(("ours", "loss"), [(1.03125, 2.0), (1.0, 2.001)])
-def test_too_slow_or_another_loss_exits_with_one(overhead: ModuleType, peers: ModuleType, ours: float, loss: float) -> None:
-    assert overhead.report(overhead_table(overhead, peers, ours, loss), []) == 1
+def test_too_slow_or_another_loss_exits_with_one(ours: float, loss: float) -> None:
+    assert overhead.report(overhead_table(ours, loss), []) == 1
 
 
-def peak_table(module: ModuleType, peers: ModuleType, ours: int, loss: float = 2.0) -> list[Any]:
+def peak_table(ours: int, loss: float = 2.0) -> list[Any]:
     reference = peers.Contender(name="HF Trainer", kind="hf")
-    contenders = [reference, *module.budgets([1000, 800])]
-    peaks = [run(peers, [2.0, 1.0], [], peak_bytes=1000)]
-    peaks += [run(peers, [2.0, 1.0], [], peak_bytes=ours, predicted_bytes=590, plan="a plan") for _ in range(2)]
-    timed = [run(peers, [2.0, 1.0], [9, 9, 4, 9]), *(run(peers, [2.0, loss - 1], [9, 9, 3, 9]) for _ in range(2))]
-    return module.rows(contenders, peaks, [timed])
+    contenders = [reference, *peak_vs_peers.budgets([1000, 800])]
+    peaks = [run([2.0, 1.0], [], peak_bytes=1000)]
+    peaks += [run([2.0, 1.0], [], peak_bytes=ours, predicted_bytes=590, plan="a plan") for _ in range(2)]
+    timed = [run([2.0, 1.0], [9, 9, 4, 9]), *(run([2.0, loss - 1], [9, 9, 3, 9]) for _ in range(2))]
+    return peak_vs_peers.rows(contenders, peaks, [timed])
 
 
-def test_memtrain_gets_a_share_of_the_first_peak_and_the_smallest_peak(peak_vs_peers: ModuleType) -> None:
+def test_memtrain_gets_a_share_of_the_first_peak_and_the_smallest_peak() -> None:
     assert [contender.budget_bytes for contender in peak_vs_peers.budgets([1000, 550, 700])] == [600, 550]
 
 
-def test_peaks_within_the_budgets_and_equal_losses_exit_with_zero(
-    peak_vs_peers: ModuleType, peers: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_peaks_within_the_budgets_and_equal_losses_exit_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "peaks.json"
-    assert peak_vs_peers.report(peak_table(peak_vs_peers, peers, 590), ["a machine"], file) == 0
+    assert peak_vs_peers.report(peak_table(590), ["a machine"], file) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["HF", "Trainer", "1,000", "1000", "B", "1.000", "4.000", "1.000", "0.0e+00"]
     assert lines[3].endswith("590      590 B  0.590    3.000  0.750          0.0e+00")
@@ -116,20 +95,18 @@ def test_peaks_within_the_budgets_and_equal_losses_exit_with_zero(
 
 
 @pytest.mark.parametrize(("ours", "loss"), [(601, 2.0), (590, 2.001)])
-def test_more_than_the_budget_or_another_loss_exits_with_one(
-    peak_vs_peers: ModuleType, peers: ModuleType, ours: int, loss: float
-) -> None:
-    assert peak_vs_peers.report(peak_table(peak_vs_peers, peers, ours, loss), []) == 1
+def test_more_than_the_budget_or_another_loss_exits_with_one(ours: int, loss: float) -> None:
+    assert peak_vs_peers.report(peak_table(ours, loss), []) == 1
 
 
-@pytest.mark.parametrize("benchmark", ["overhead", "peak_vs_peers"])
+@pytest.mark.parametrize("benchmark", [overhead, peak_vs_peers])
 def test_what_cannot_be_installed_is_said_and_exits_with_two(
-    benchmark: str, peers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(command: list[str], **_: Any) -> Any:
         return peers.subprocess.CompletedProcess(command, 1, "", "warning\nno such version\n")
 
     monkeypatch.setattr(peers.subprocess, "run", refuse)
-    module = importlib.import_module(benchmark)
+    module = benchmark
     assert module.main(tmp_path, 1, 1, None) == 2
     assert capsys.readouterr().err == "venv cannot make an environment: no such version\n"
