@@ -99,7 +99,7 @@ def test_more_than_the_budget_or_another_loss_exits_with_one(ours: int, loss: fl
     assert peak_vs_peers.report(peak_table(ours, loss), []) == 1
 
 
-@pytest.mark.parametrize("benchmark", [overhead, peak_vs_peers])
+@pytest.mark.parametrize("benchmark", [overhead, peak_vs_peers], ids=["overhead", "peak_vs_peers"])
 def test_what_cannot_be_installed_is_said_and_exits_with_two(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +107,5 @@ def test_what_cannot_be_installed_is_said_and_exits_with_two(
         return peers.subprocess.CompletedProcess(command, 1, "", "warning\nno such version\n")
 
     monkeypatch.setattr(peers.subprocess, "run", refuse)
-    module = benchmark
-    assert module.main(tmp_path, 1, 1, None) == 2
+    assert benchmark.main(tmp_path, 1, 1, None) == 2
     assert capsys.readouterr().err == "venv cannot make an environment: no such version\n"
