@@ -72,8 +72,10 @@ def adapted(model: nn.Module) -> bool:
 
 
 def has_own_adapters(model: nn.Module) -> bool:
-    """Whether the adapters on the model are those of :func:`add_adapters_`: what peft wraps whole, it writes itself."""
-    return list(getattr(model, "peft_config", {})) == [NAME] and not hasattr(model, "get_base_model")
+    """Whether the adapters on the model are like those of :func:`add_adapters_`: what peft wraps whole, it writes itself."""
+    found = getattr(model, "peft_config", {})
+    is_lora = list(found) == [NAME] and getattr(found[NAME].peft_type, "value", None) == "LORA"
+    return is_lora and not hasattr(model, "get_base_model")
 
 
 def head_path(model: nn.Module) -> str | None:

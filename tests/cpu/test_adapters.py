@@ -237,6 +237,16 @@ def test_what_is_written_of_an_adapted_model_is_its_adapters() -> None:
     assert sum(largest_shard(made)) == 4 * RANK * LINEAR
 
 
+def test_adapters_of_another_kind_that_peft_put_in_are_written_with_the_model() -> None:
+    from peft import VBLoRAConfig, inject_adapter_in_model
+
+    kind = VBLoRAConfig(target_modules=["q_proj"], vector_length=2, num_vectors=4, topk=2)
+    made = inject_adapter_in_model(kind, llama(tied=True).build())
+    whole = sum(tensor.nbytes for tensor in made.state_dict(keep_vars=True).values())
+    # The head is the table of embeddings, which is written once.
+    assert sum(largest_shard(made)) == whole - made.lm_head.weight.nbytes
+
+
 MERGED = {
     "lora": Lora(rank=RANK),
     "dora": Lora(rank=RANK, use_dora=True),
