@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from memtrain.method import Lora
 from memtrain.models.objective import predicts_next_token
@@ -86,13 +87,11 @@ def head_path(model: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's, bitsandbytes', or the Conv1D of GPT-2.
+    """Whether a module is a linear layer: torch's or one made from it, such as bitsandbytes' and Falcon's, or the Conv1D of GPT-2.
 
     The projection of torch's MultiheadAttention is none: its weights are read past its forward.
     """
-    if is_transposed(module) or type(module) is nn.Linear:
-        return True
-    return isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
+    return is_transposed(module) or (isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear))
 
 
 def is_transposed(module: nn.Module) -> bool:

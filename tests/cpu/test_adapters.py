@@ -146,6 +146,15 @@ def test_a_plain_module_gets_adapters_on_all_its_linear_layers_and_trains() -> N
     assert changed == set(trained(model))
 
 
+def test_a_linear_layer_of_falcons_own_kind_gets_adapters() -> None:
+    falcon = source(
+        {"model_type": "falcon", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+    model = build_model(falcon, job(Lora(rank=RANK)))
+    paths = {path.split(".lora_")[0].rpartition(".")[2] for path in trained(model)}
+    assert paths == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_what_trains_whole_in_32_bits_takes_and_gives_the_16_bits_around_it(name: str) -> None:
     model = load_model(llama(tied=False), job(Lora(rank=RANK, modules_to_save=(name,)), precision=Bf16()))
