@@ -6,11 +6,12 @@ take the device's path. The replacements sit at a dispatch key that no tensor us
 below Python, so that they are also reached from C++ composites, from backward and from recomputation, without a mode to
 push again.
 
-A table has three parts, and there is one per kind of device (kernels_cpu.py, kernels_cuda.py). Each row states its source.
+A table has four parts, and there is one per kind of device (kernels_cpu.py, kernels_cuda.py). Each row states its source.
 
 - ``KERNELS``: by operator, ``replacement(device, operator, *arguments)``; it may call ``operator``, torch's own path.
 - ``RESULTS``: by operator, whatever the overload, ``layout(result, *arguments)``, where ``meta`` lays a result out otherwise.
 - ``SCRATCH``: by operator, ``bytes(device, *arguments)`` that the kernel allocates and frees inside itself.
+- ``UNKNOWN``: by operator, a sentence where those bytes are not known; it is listed with the prediction.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _SCRATCH = {
     "cpu": kernels_cpu.SCRATCH | kernels_bitsandbytes.SCRATCH_CPU,
     "cuda": kernels_cuda.SCRATCH | kernels_bitsandbytes.SCRATCH,
 }
+_UNKNOWN: dict[str, dict[Any, str]] = {"cpu": {}, "cuda": kernels_cuda.UNKNOWN}
 
 
 def as_laid_out(device: Device, operator: Any, out: Any, args: Any) -> Any:
@@ -52,6 +54,11 @@ def scratch_bytes(device: Device, operator: Any, args: Any, kwargs: Any) -> int:
 def has_scratch(device: Device, operator: Any) -> bool:
     """Whether the device's kernel for ``operator`` ever allocates inside itself."""
     return _scratch_row(device, operator) is not None
+
+
+def unknown_scratch(device: Device, operator: Any) -> str | None:
+    """One sentence where nothing tells beforehand what the device's kernel for ``operator`` allocates inside itself."""
+    return _UNKNOWN[device.kind].get(operator)
 
 
 def _scratch_row(device: Device, operator: Any) -> Callable[..., int] | None:

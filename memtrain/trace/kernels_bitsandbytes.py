@@ -22,6 +22,8 @@ from torch import Tensor
 
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.models.quantize import is_packed
+from memtrain.place import placed
+from memtrain.trace.event import DEVICE
 
 # ---------------------------------------------------------------------- scratch memory inside kernels
 
@@ -160,37 +162,50 @@ def products_of(device: Device) -> Iterator[None]:
 
 
 def packed_without_data(module: torch.nn.Module) -> dict[int, Any]:
-    """What a data-less copy has in place of packed weights and the tensors beside them, by the identity of each."""
+    """What a data-less copy has in place of packed layers' tensors, by the identity of each.
+
+    These layers are where they are trained already, which is said here: loading moves all but them.
+    """
     made: dict[int, Any] = {}
     layers: list[Any] = [layer for layer in module.modules() if is_packed(layer)]
-    for layer in layers:
-        library, weight, state = sys.modules["bitsandbytes"].nn, layer.weight, getattr(layer, "state", None)
-        data = torch.empty_like(weight.data, device="meta")
-        if state is None:
-            made[id(weight.quant_state)] = scales = _state_without_data(weight.quant_state)
-            settings = {
-                name: getattr(weight, name)
-                for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
-            }
-            made[id(weight)] = library.Params4bit(data, requires_grad=False, quant_state=scales, **settings)
-            continue
-        for holder in (weight, state):
-            # The bytes of the weight itself, and its scales, which go from one to the other at the first forward.
-            if holder.CB is not None:
-                made[id(holder.CB)] = data
-            if holder.SCB is not None:
-                made[id(holder.SCB)] = torch.empty_like(holder.SCB, device="meta")
-        held = {name: made.get(id(getattr(weight, name))) for name in ("CB", "SCB")}
-        made[id(weight)] = library.Int8Params(data, requires_grad=False, has_fp16_weights=weight.has_fp16_weights, **held)
+    with placed(DEVICE):
+        for layer in layers:
+            _pack_without_data(layer, made)
     return made
 
 
-def _state_without_data(state: Any) -> Any:
+def _pack_without_data(layer: Any, made: dict[int, Any]) -> None:
+    library, weight, state = sys.modules["bitsandbytes"].nn, layer.weight, getattr(layer, "state", None)
+    data = torch.empty_like(weight.data, device="meta")
+    if layer.bias is not None:
+        made[id(layer.bias)] = torch.nn.Parameter(torch.empty_like(layer.bias, device="meta"), layer.bias.requires_grad)
+    if state is None:
+        made[id(weight.quant_state)] = scales = _state_without_data(weight.quant_state, made)
+        settings = {
+            name: getattr(weight, name)
+            for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+        }
+        made[id(weight)] = library.Params4bit(data, requires_grad=False, quant_state=scales, **settings)
+        return
+    for holder in (weight, state):
+        # The bytes of the weight itself, and its scales, which go from one to the other at the first forward.
+        if holder.CB is not None:
+            made[id(holder.CB)] = data
+        if holder.SCB is not None:
+            made[id(holder.SCB)] = torch.empty_like(holder.SCB, device="meta")
+    held = {name: made.get(id(getattr(weight, name))) for name in ("CB", "SCB")}
+    made[id(weight)] = library.Int8Params(data, requires_grad=False, has_fp16_weights=weight.has_fp16_weights, **held)
+
+
+def _state_without_data(state: Any, made: dict[int, Any]) -> Any:
     if state is None:
         return None
-    made = copy.copy(state)
+    copied = copy.copy(state)
     for name in ("absmax", "code", "offset"):
         if isinstance(value := getattr(state, name), Tensor):
-            setattr(made, name, torch.empty_like(value, device="meta"))
-    made.state2 = _state_without_data(state.state2)
-    return made
+            # All states with packed scales have one table of their values in common.
+            if id(value) not in made:
+                made[id(value)] = torch.empty_like(value, device="meta")
+            setattr(copied, name, made[id(value)])
+    copied.state2 = _state_without_data(state.state2, made)
+    return copied

@@ -1,10 +1,11 @@
 """The kernel table of processors: what torch's CPU kernels run where data-less tensors would take another path.
 
-See kernels.py for what the three parts of a table are. A row that is no longer needed makes its test fail
+See kernels.py for what the parts of a table are. A row that is no longer needed makes its test fail
 (tests/cpu/test_kernels.py and test_kernels_cpu.py).
 
 Missing: what oneDNN takes inside a product of bfloat16 matrices, which depends on the processor and not on how large they
-are (up to a few megabytes); recurrent layers; convolutions.
+are (up to a few megabytes); recurrent layers. What oneDNN takes inside a convolution is counted as on a processor with AVX-512;
+its kernels' own buffers, tens of kilobytes, are not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from memtrain.device import Cpu
+from memtrain.device import Cpu, Device
 
 aten = torch.ops.aten
 
@@ -102,7 +103,24 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return additive
 
 
-KERNELS: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: _attention}
+def one_hot(device: Device, composite: Callable[..., Tensor], tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Ones scattered into zeros, on a processor once the classes are known to fit; meta compares with every class instead.
+
+    Source: one_hot in ATen/native/Onehot.cpp.
+    """
+    if num_classes < 0 or not tensor.numel():
+        return composite(tensor, num_classes)
+    if isinstance(device, Cpu):
+        # Freed before the result is made.
+        aten.aminmax(tensor)
+    encoded: Tensor = aten.zeros([*tensor.shape, num_classes], dtype=tensor.dtype, device=tensor.device)
+    return encoded.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.one_hot.default: one_hot,
+}
 
 # ---------------------------------------------------------------------- results that meta lays out otherwise
 
@@ -151,7 +169,17 @@ def _statistics_of_the_weights_type(result: Any, input: Tensor, weight: Tensor |
     return (out, *(torch.empty_like(one, dtype=weight.dtype) for one in statistics))
 
 
+def _statistics_of_training(
+    result: Any, input: Tensor, weight: Tensor | None, bias: Any, mean: Tensor | None, var: Any, training: bool, *_: Any
+) -> Any:
+    """Mean and rstd of a batch are there in training alone, in the type of the parameters: batch_norm_cpu in Normalization.cpp."""
+    out, *statistics = result
+    dtype = next((one.dtype for one in (weight, mean) if one is not None), input.dtype)
+    return (out, *(torch.empty(one.shape if training else 0, dtype=dtype, device="meta") for one in statistics))
+
+
 RESULTS: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm: _statistics_of_training,
     aten.native_layer_norm: _statistics_of_the_inputs_type,
     aten.native_layer_norm_backward: contiguous_first,
     aten.native_group_norm: _statistics_of_the_weights_type,
@@ -273,6 +301,40 @@ def _logits_loss(
     return 2 * elements
 
 
+def _blocked(tensor: Tensor, *channels: int) -> int:
+    """Bytes of a tensor in oneDNN's layout, in which channels come in blocks of 16."""
+    sizes = (-(-size // 16) * 16 if dim in channels else size for dim, size in enumerate(tensor.shape))
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _blocked_input(input: Tensor) -> int:
+    """The same of the input of a convolution, which stays as it is where its channels fill no block, as those of an image."""
+    return _blocked(input, 1) if input.shape[1] >= 16 else 0
+
+
+def _convolution(_: Cpu, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> int:
+    """Input and weight in oneDNN's layout beside the result in it, and then that beside the result as torch has it
+    (_mkldnn_convolution in ATen/native/mkldnn/Conv.cpp)."""
+    # Out of the recorder's sight.
+    with torch._C._DisableTorchDispatch():
+        out: Tensor = aten.convolution.default(input, weight, bias, *settings)
+    made = _blocked(out, 1)
+    return max(_blocked_input(input) + _blocked(weight, 0, 1) + made - out.numel() * out.element_size(), made)
+
+
+def _convolution_backward(_: Cpu, grad: Tensor, input: Tensor, weight: Tensor, bias: Any, *settings: Any) -> int:
+    """Gradient and weight in oneDNN's layout beside the gradient of the input in it, then that beside itself as torch has it, with
+    strides by way of one copy more; then gradient and input beside the gradient of the weight (mkldnn_convolution_backward)."""
+    stride, (of_input, of_weight, _of_bias) = settings[0], settings[-1]
+    inside = _blocked(grad, 1) + _blocked_input(input) if of_weight else 0
+    if of_input:
+        made = _blocked(input, 1)
+        at_once = max(_blocked(grad, 1) + _blocked(weight, 0, 1) + made, made * (3 if max(stride) > 1 else 2))
+        results = input.numel() + weight.numel() * of_weight
+        inside = max(inside, at_once - results * input.element_size())
+    return inside
+
+
 def contiguous_copy(tensor: Tensor) -> int:
     """Bytes of the copy that ``tensor.contiguous()`` makes."""
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
@@ -305,6 +367,8 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     "bitsandbytes::optimizer_update_8bit_blockwise": _bitsandbytes_update(5),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_group_norm.default: _group_norm,

@@ -1,6 +1,6 @@
 """The kernel table of NVIDIA cards: what torch's CUDA kernels run where data-less tensors would take another path.
 
-See kernels.py for what the three parts of a table are, attention_cuda.py for attention and attention_scratch_cuda.py for what
+See kernels.py for what the parts of a table are, attention_cuda.py for attention and attention_scratch_cuda.py for what
 its kernels take. The rows were read in torch's source, those of flash-attn in that of the package, and have run on no card.
 
 Missing, so that a prediction is too low by it: the workspaces of cuDNN (attention, convolutions), whose sizes are chosen at
@@ -21,7 +21,7 @@ from torch import Tensor
 from memtrain.device import Cuda
 from memtrain.trace import attention_cuda
 from memtrain.trace import attention_scratch_cuda as attention_scratch
-from memtrain.trace.kernels_cpu import contiguous_copy, contiguous_first
+from memtrain.trace.kernels_cpu import contiguous_copy, contiguous_first, one_hot
 
 aten = torch.ops.aten
 
@@ -92,6 +92,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: _rms_norm,
     aten.softmax.int: _softmax_of(aten._softmax),
     aten.log_softmax.int: _softmax_of(aten._log_softmax),
+    aten.one_hot.default: one_hot,
 }
 
 # ---------------------------------------------------------------------- results that meta lays out otherwise
@@ -138,6 +139,18 @@ def _safe_softmax(_: Cuda, input: Tensor, *__: Any, **___: Any) -> int:
     """A byte per score, which says whether it is hidden, and one per row; and a zero (_safe_softmax in
     ATen/native/transformers/attention.cpp)."""
     return input.numel() + input.numel() // max(1, input.shape[-1]) + input.element_size()
+
+
+def _logsumexp(_: Cuda, input: Tensor, dims: list[int], *__: Any) -> int:
+    """The maxima, and the input less them (logsumexp_out_impl in ATen/native/ReduceOps.cpp)."""
+    reduced = math.prod(input.shape[dim] for dim in dims) if dims else input.numel()
+    return input.nbytes + input.nbytes // max(1, reduced)
+
+
+def _count_nonzero(_: Cuda, input: Tensor, *__: Any) -> int:
+    """What is not zero as bools, and these as the integers that are added up (count_nonzero_cuda in
+    ATen/native/TensorAdvancedIndexing.cpp, make_reduction in ReduceOps.h)."""
+    return 9 * input.numel()
 
 
 def _layer_norm_backward(
@@ -210,7 +223,19 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     aten._fused_rms_norm.default: _first_contiguous,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.logsumexp.default: _logsumexp,
+    aten.count_nonzero.default: _count_nonzero,
 }
+
+_OF_CONVOLUTIONS = (
+    "the workspaces of convolutions are not in the prediction: cuDNN chooses them at run time, larger where memory is free"
+)
+
+UNKNOWN: dict[Any, str] = {
+    aten.convolution.default: _OF_CONVOLUTIONS,
+    aten.convolution_backward.default: _OF_CONVOLUTIONS,
+}
+"""Operators whose scratch memory nothing tells beforehand, each with the sentence that says so."""
 
 # ---------------------------------------------------------------------- cuBLAS
 

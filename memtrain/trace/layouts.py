@@ -17,14 +17,22 @@ _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype] | None
 
 
 class Layouts:
-    """The layouts of results, by operator and arguments. Only of operators that make new storages and change none."""
+    """The layouts of results, by operator and arguments.
+
+    Of operators that make new storages and change none; and of those that work element by element in their first argument,
+    which leave it as it lies, so that there is nothing to do once torch has accepted such arguments.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[bool, tuple[_Layout, ...]]] = {}
         self._makes_new: dict[int, bool] = {}
+        self._in_place: dict[int, bool] = {}
+        self._accepted: set[Hashable] = set()
 
     def result(self, func: Any, args: Any, kwargs: Any, compute: Callable[[], Any]) -> Any:
         """A new result of ``func``, made like the last one of these arguments, or else computed."""
+        if self._works_in_place(func):
+            return self._changed(func, args, kwargs, compute)
         key = self._key(func, args, kwargs)
         known = None if key is None else self._known.get(key)
         if known is None:
@@ -35,6 +43,28 @@ class Layouts:
         is_one, layouts = known
         made = [None if layout is None else _empty(layout) for layout in layouts]
         return made[0] if is_one else tuple(made)
+
+    def _works_in_place(self, func: Any) -> bool:
+        """Whether the operator changes the elements of its first argument, and nothing else of any."""
+        known = self._in_place.get(id(func))
+        if known is None:
+            schema = func._schema
+            written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+            known = torch.Tag.pointwise in func.tags and sum(written) == 1 and written[0] and len(schema.returns) == 1
+            self._in_place[id(func)] = known
+        return known
+
+    def _changed(self, func: Any, args: Any, kwargs: Any, compute: Callable[[], Any]) -> Any:
+        """The first argument, without a call where torch has accepted arguments of these layouts."""
+        try:
+            key = id(func), _hashable(args), _hashable(tuple(kwargs.items()))
+        except _HasData:
+            return compute()
+        if key in self._accepted:
+            return args[0]
+        out = compute()
+        self._accepted.add(key)
+        return out
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> Hashable | None:
         """What the layout of the result depends on; None where it must be computed each time."""

@@ -30,13 +30,14 @@ from memtrain.plan import Plan
 from memtrain.run import Run, prepare
 from memtrain.trace.attention_cuda import collect_why_math
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Place, Trace
-from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes
+from memtrain.trace.kernels import as_laid_out, has_scratch, kernels_of, scratch_bytes, unknown_scratch
 from memtrain.trace.kernels_bitsandbytes import NO_OUTLIERS, SPLIT_BY_SIZE, outliers_unknown, packed_without_data, products_of
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
 from memtrain.trace.layouts import tensors_in
 from memtrain.trace.managed import paged_state
 from memtrain.trace.processes import processes_of
 from memtrain.trace.record import Recorder
+from memtrain.trace.routing import Routing, larger
 from memtrain.trace.values import Values, lift
 
 # By identity, since an operator's hash is computed in Python.
@@ -48,15 +49,26 @@ RowShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class DatalessRecorder(Recorder):
     """A recorder that also runs the operators, without data, as ``device`` would."""
 
-    def __init__(self, device: Device, model: nn.Module | None = None, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: nn.Module | None = None,
+        vocabulary: int | None = None,
+        routing: Routing | None = None,
+    ) -> None:
         super().__init__(model, vocabulary)
         self._device = device
-        self._values = Values(lambda sentence: self.assumed.setdefault(sentence))
+        self._values = Values(lambda sentence: self.assumed.setdefault(sentence), routing)
         # cuBLAS keeps one workspace for each thread that calls it: the caller's and autograd's.
         self._threads_with_workspace: set[bool] = set()
         # Operators whose kernel allocates nothing inside itself, by identity.
         self._plain: set[int] = set()
         self._splits: dict[int, bool] = {}
+
+    @property
+    def followed_routing(self) -> bool:
+        """Whether anything depended on the choices of a router."""
+        return self._values.followed_routing
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._values.is_plain_view(func, args, kwargs):
@@ -91,6 +103,8 @@ class DatalessRecorder(Recorder):
     def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
         if id(func) in self._plain:
             return
+        if (unknown := unknown_scratch(self._device, func)) is not None:
+            self.assumed.setdefault(unknown)
         card = self._device if isinstance(self._device, Cuda) and uses_cublas(func) else None
         if card is None and not has_scratch(self._device, func):
             self._plain.add(id(func))
@@ -164,6 +178,7 @@ def simulate(
     device: Device,
     *,
     evaluation_rows: int = 0,
+    routing: Routing | None = None,
 ) -> Trace:
     """Load, train two steps, evaluate and save, all without data; returns what that does to memory.
 
@@ -174,11 +189,23 @@ def simulate(
         source: the model; a module of the user's is copied.
         rows: shape and type of each tensor of one row.
         evaluation_rows: number of rows that the run evaluates on.
+        routing: how the choices of a router fall; by default, where they matter, the assumption that takes more.
 
     Raises:
         ValueError: the plan does not suit the job or the model.
     """
-    recorder = DatalessRecorder(device)
+
+    def simulated(assumed: Routing) -> tuple[Trace, bool]:
+        return _simulated(job, plan, source, rows, device, evaluation_rows, assumed)
+
+    return larger(simulated) if routing is None else simulated(routing)[0]
+
+
+def _simulated(
+    job: Job, plan: Plan, source: ModelSource, rows: RowShapes, device: Device, evaluation_rows: int, routing: Routing
+) -> tuple[Trace, bool]:
+    """The trace under one assumption, and whether anything depended on it."""
+    recorder = DatalessRecorder(device, routing=routing)
     with as_if_supported(), kernels_of(device), collect_why_math() as why_math, _without_collector():
         recorder.mark("load")
         with recorder, recorder.phase(Phase.LOAD):
@@ -202,7 +229,7 @@ def simulate(
                 with recorder.phase(Phase.SAVE), recorder.held(largest_shard(model), "save", HOST):
                     pass
             trace = recorder.trace()
-    return replace(trace, why_math=tuple(why_math))
+    return replace(trace, why_math=tuple(why_math)), recorder.followed_routing
 
 
 def _loaded(source: ModelSource, job: Job, device: Device) -> nn.Module:

@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.trace.layouts import Layouts, tensors_in
+from memtrain.trace.routing import Routing, choices
 
 aten = torch.ops.aten
 _META = torch.device("meta")
 
 # Values larger than this many elements are not kept: they cost time, and models ask their questions of small ones.
 _MOST_FLOATS, _MOST_INTEGERS = 1 << 16, 1 << 22
+# What follows from the choices of a router counts tokens × choices × experts.
+_MOST_ROUTED = 1 << 27
 
 # Factories that fill like another tensor: their value does not depend on that tensor's.
 _LIKE = {aten.ones_like, aten.zeros_like, aten.full_like, aten.new_ones, aten.new_zeros, aten.new_full}
@@ -53,10 +56,17 @@ class Values:
 
     Args:
         assume: called with one sentence for every answer that had to be assumed.
+        routing: how the choices of a router fall; unknown without it.
+
+    Attributes:
+        followed_routing: whether any answer followed from the choices of a router.
     """
 
-    def __init__(self, assume: Callable[[str], object]) -> None:
+    def __init__(self, assume: Callable[[str], object], routing: Routing | None = None) -> None:
         self._assume = assume
+        self._routing = routing
+        self._routed = False
+        self.followed_routing = False
         self._layouts = Layouts()
         self._looks: dict[int, bool] = {}
         # Storages whose known value was overwritten by an unknown one, by address, for as long as they live.
@@ -89,9 +99,14 @@ class Values:
 
         known = self._known_inputs(func, packet, args, kwargs, tensors)
         value = None if known is None else _try(func, *known)
+        routed = self._routed and value is not None and any(map(self._is_routed, tensors))
         if isinstance(value, bool):
+            self.followed_routing |= routed
             return value
+        if routed:
+            _mark_routed(value)
         if self._asks_for_a_shape(func, packet, args):
+            self.followed_routing |= routed
             out = self._shape_from_values(func, packet, args, kwargs, value)
         else:
             out = self._layouts.result(func, args, kwargs, lambda: _shape(func, args, kwargs, self._assume))
@@ -99,6 +114,8 @@ class Values:
             self._keep_or_forget(func, args, kwargs, value)
         elif value is not None:
             _attach(out, value)
+        elif packet is aten.topk and self._routing is not None:
+            self._route(self._routing, args[0], out[1])
         return out
 
     def is_plain_view(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -112,6 +129,21 @@ class Values:
             return False
         viewed = args[0]
         return isinstance(viewed, Tensor) and viewed.is_meta and "_memtrain_value" not in viewed.__dict__
+
+    # ------------------------------------------------------------------ routing
+
+    def _route(self, routing: Routing, scores: Tensor, chosen: Tensor) -> None:
+        """Take the indices of the largest scores for a router's choices among as many experts as there are scores."""
+        per_token = chosen.shape[-1]
+        if scores.dim() and scores.shape[:-1] == chosen.shape[:-1] and chosen.numel() <= _MOST_INTEGERS:
+            value = choices(routing, chosen.numel() // per_token, per_token, scores.shape[-1]).view(chosen.shape)
+            _mark_routed(value)
+            _attach(chosen, value)
+            self._routed = True
+
+    def _is_routed(self, tensor: Tensor) -> bool:
+        value = self.value(tensor)
+        return value is not None and "_memtrain_routed" in value.__dict__
 
     # ------------------------------------------------------------------ values
 
@@ -181,6 +213,7 @@ class Values:
     def _item(self, tensor: Tensor) -> Any:
         value = self.value(tensor)
         if value is not None:
+            self.followed_routing |= self._is_routed(tensor)
             return value.item()
         answer = False if tensor.dtype is torch.bool else 0.0 if tensor.is_floating_point() else 0
         self._assume(f"a {str(tensor.dtype).removeprefix('torch.')} value that only data can tell was taken for {answer}")
@@ -189,6 +222,7 @@ class Values:
     def _copy_to_host(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """A real tensor in place of a copy to the host: the value where it is known, else zeros."""
         value = self.value(args[0])
+        self.followed_routing |= self._is_routed(args[0])
         if value is None:
             self._assume(f"a tensor of shape {tuple(args[0].shape)} that was copied to the host was taken for zeros")
             value = torch.zeros(args[0].shape, dtype=args[0].dtype)
@@ -224,6 +258,9 @@ def _shape(func: Any, args: Any, kwargs: Any, assume: Callable[[str], object]) -
     if func is aten._to_copy.default and not args[0].is_meta:
         return torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype, device=_META)
     bare_args, bare_kwargs = [bare(item) for item in args], {name: bare(item) for name, item in kwargs.items()}
+    own = _OWN_SHAPES.get(func._overloadpacket)
+    if own is not None:
+        return own(*bare_args, **bare_kwargs)
     try:
         out = func(*bare_args, **bare_kwargs)
     except NotImplementedError:
@@ -232,6 +269,38 @@ def _shape(func: Any, args: Any, kwargs: Any, assume: Callable[[str], object]) -
         out = func(*map(zeros, bare_args), **{name: zeros(item) for name, item in bare_kwargs.items()})
         return _mapper(lambda tensor: tensor.to(_META))(out)
     return out
+
+
+def _grouped_product(
+    first: Tensor,
+    second: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups of rows, each with a matrix of its own; meta takes bfloat16 alone and lays it out by the build of torch.
+
+    Rows begin at multiples of 16 bytes (create_grouped_gemm_output_tensor in ATen/native/GroupedMMUtils.h).
+    """
+    rows, columns = first.shape[-2], second.shape[-1]
+    dtype = out_dtype or first.dtype
+    wide = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if first.dim() != second.dim():
+        return torch.empty_strided((rows, columns), (wide, 1), dtype=dtype, device=_META)
+    groups = first.shape[0] if offsets is None else offsets.shape[0]
+    return torch.empty_strided((groups, rows, columns), (rows * wide, wide, 1), dtype=dtype, device=_META)
+
+
+def _histogram(tensor: Tensor, bins: int = 100, *_: Any, **__: Any) -> Tensor:
+    """Counts in equal bins; meta has no such kernel (histogram_histc in ATen/native/Histogram.cpp, cuda/SummaryOps.cu)."""
+    return torch.empty(bins, dtype=tensor.dtype, device=_META)
+
+
+# The layouts of results that meta cannot tell, or tells by how torch was built.
+_OWN_SHAPES: dict[Any, Callable[..., Tensor]] = {aten.histc: _histogram}
+# From torch 2.8 on.
+if hasattr(aten, "_grouped_mm"):
+    _OWN_SHAPES[aten._grouped_mm] = _grouped_product
 
 
 def _try(func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,7 +317,14 @@ def _attach(out: Any, value: Any) -> None:
             tensor._memtrain_value = known  # type: ignore[attr-defined]
 
 
+def _mark_routed(value: Any) -> None:
+    for tensor in tensors_in(value):
+        tensor._memtrain_routed = True  # type: ignore[attr-defined]
+
+
 def _is_small(tensor: Tensor) -> bool:
+    if "_memtrain_routed" in tensor.__dict__:
+        return tensor.numel() <= _MOST_ROUTED
     return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_INTEGERS)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import itertools
 import os
 import socket
 import subprocess
@@ -19,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_parity import EVALUATION_ROWS, PROCESSOR, events, lines, real_trace, shapes_of
+from test_parity import EVALUATION_ROWS, PROCESSOR, real_trace, shapes_of
 from torch import Tensor, nn
 from toys import CASES, Case, Mlp
 
@@ -35,6 +33,7 @@ from memtrain.plan import ChunkedLogits, DataParallel, EightBit, Plan, Recompute
 from memtrain.precision import AutocastFp16
 from memtrain.run import prepare
 from memtrain.trace.event import Kind, Phase, Trace
+from memtrain.trace.parity import differences, events
 from memtrain.trace.processes import processes_of
 from memtrain.trace.simulate import simulate
 
@@ -217,7 +216,7 @@ def test_the_simulated_share_allocates_what_a_real_one_allocates(name: str, answ
     predicted = simulate(job, plan, case.build(), shapes_of(case), PROCESSOR, evaluation_rows=EVALUATION_ROWS)
     real, loading = answers[0]["parity"][name]
     simulated = _settled(predicted)
-    assert real == simulated, "\n".join(itertools.islice(difflib.unified_diff(*map(lines, (real, simulated)), lineterm=""), 40))
+    assert real == simulated, "\n".join(differences(real, simulated)[:40])
     assert loading == MemoryTimeline(predicted).peak_by_phase()[Phase.LOAD]
     assert not [assumed for assumed in predicted.assumed if "attention" not in assumed]
 

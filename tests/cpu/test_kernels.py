@@ -199,5 +199,24 @@ def test_the_kernels_are_in_force_inside_only_and_for_data_less_tensors_only() -
     assert listed(bare) == outside
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 asks for the least and the largest one by one")
+def test_one_hot_is_scattered_as_on_a_processor() -> None:
+    def encode(classes: Tensor) -> None:
+        nn.functional.one_hot(classes, num_classes=40)
+
+    classes = [torch.arange(24).view(4, 6) % 5]
+    real = recorded(encode, classes)
+    assert [operator for size, operator in real if size > 0] == ["aminmax", "aminmax", "zeros"]
+    assert simulated(encode, classes) == real
+    # The row is needed.
+    assert simulated(encode, classes, kernels=False) != real
+
+
+def test_one_hot_of_nothing_is_as_wide_as_the_classes() -> None:
+    with kernels_of(CPU):
+        encoded = nn.functional.one_hot(torch.empty(0, 3, dtype=torch.int64, device="meta"), num_classes=5)
+    assert encoded.shape == (0, 3, 5)
+
+
 def test_every_kernel_has_a_test() -> None:
-    assert set(_KERNELS["cpu"]) == {aten.scaled_dot_product_attention.default}
+    assert set(_KERNELS["cpu"]) == {aten.scaled_dot_product_attention.default, aten.one_hot.default}

@@ -30,6 +30,12 @@ CHANCES, ZERO_OR_ONE = torch.rand(4, 7), torch.ones(4, 7)
 # Per row, arguments for which meta lays the result out in another way than the processor.
 HALF = INPUT.bfloat16()
 RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
+    aten.native_batch_norm: {
+        "in evaluation": (IMAGE, WEIGHT, WEIGHT, WEIGHT, torch.ones(6), False, 0.1, 1e-5),
+        "in evaluation, in 16 bits": (IMAGE.bfloat16(), WEIGHT, WEIGHT, WEIGHT, torch.ones(6), False, 0.1, 1e-5),
+        "all in 16 bits": (IMAGE.bfloat16(), *(torch.ones(6, dtype=torch.bfloat16) for _ in range(4)), True, 0.1, 1e-5),
+        "in 16 bits without weights": (IMAGE.bfloat16(), None, None, None, None, True, 0.1, 1e-5),
+    },
     aten.native_layer_norm: {
         "in 16 bits": (HALF, [6], WEIGHT.bfloat16(), WEIGHT.bfloat16(), 1e-5),
         "without weights": (HALF, [6], None, None, 1e-5),
@@ -54,6 +60,8 @@ RESULTS: dict[Any, dict[str, tuple[Any, ...]]] = {
 }
 # Arguments for which meta is right, which the rows must leave right.
 PLAIN_RESULTS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.native_batch_norm, (IMAGE, WEIGHT, WEIGHT, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)),
+    (aten.native_batch_norm, (IMAGE.bfloat16(), WEIGHT, WEIGHT, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)),
     (aten.native_layer_norm, (INPUT, [6], WEIGHT, WEIGHT, 1e-5)),
     (aten.native_layer_norm, (HALF, [6], WEIGHT, WEIGHT, 1e-5)),
     (aten.native_layer_norm_backward, (INPUT, INPUT, [6], MEAN, MEAN, WEIGHT, WEIGHT, [True, True, True])),
@@ -106,28 +114,31 @@ FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def allocated_inside(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes that the kernel allocates besides its results: peak of the allocator's events, without those of the results."""
+def allocated_inside(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made_first: bool = True) -> int:
+    """Bytes that the kernel allocates besides its results: peak of the allocator's events, without those of the results.
+
+    Where the results are not made first, what is freed before them is in their place: it is the peak with them, less them.
+    """
     # A first call may create what stays, such as a library's own buffers.
     operator(*args, **kwargs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         out = operator(*args, **kwargs)
     tensors = out if isinstance(out, tuple) else (out,)
-    results = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    results = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     timed = []
     while pending:
         node = pending.pop()
         pending.extend(reversed(node.children))
         # A number that meets a tensor is a small tensor for a moment.
-        known = node.name != "[memory]" or node.extra_fields.ptr in results or abs(node.extra_fields.alloc_size) <= 8
-        if not known:
+        known = node.name != "[memory]" or abs(node.extra_fields.alloc_size) <= 8
+        if not known and not (made_first and node.extra_fields.ptr in results):
             timed.append((node.start_time_ns, node.extra_fields.alloc_size))
     live = peak = 0
     for _, size in sorted(timed, key=lambda event: event[0]):
         live += size
         peak = max(peak, live)
-    return peak
+    return peak if made_first else peak - sum(results.values())
 
 
 def attention_forward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -227,6 +238,47 @@ SCRATCH: dict[Any, Callable[[int], Iterator[tuple[tuple[Any, ...], dict[str, Any
 }
 
 
+def convolutions(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """With channels that fill oneDNN's blocks, whatever a processor's are."""
+    for inputs, outputs, size, stride in ((16, 32, 3, 1), (32, 16, 5, 1), (32, 32, 3, 2)):
+        image, weight = torch.randn(2, inputs, length, 30), torch.randn(outputs, inputs, size, size)
+        yield (image, weight, None, [stride, stride], [size // 2, size // 2], [1, 1], False, [0, 0], 1), {}
+
+
+def convolutions_backward(length: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    for (image, weight, _, *settings), _ in convolutions(length):
+        out = aten.convolution(image, weight, None, *settings)
+        for wanted in ([True, True, False], [True, False, False], [False, True, False]):
+            yield (torch.randn(out.shape), image, weight, None, *settings, wanted), {}
+
+
+CONVOLUTIONS = {
+    aten.convolution.default: convolutions,
+    aten.convolution_backward.default: convolutions_backward,
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
+@pytest.mark.parametrize("operator", CONVOLUTIONS, ids=str)
+def test_a_convolution_allocates_inside_itself_what_the_row_says(operator: Any) -> None:
+    for args, kwargs in CONVOLUTIONS[operator](40):
+        bare = tuple(map(dataless, args))
+        assert scratch_bytes(CPU, operator, bare, kwargs) == allocated_inside(operator, args, kwargs, made_first=False) > 0
+
+
+def test_the_blocks_of_a_convolution_are_filled_up_but_for_an_image() -> None:
+    image, weight = torch.empty(2, 3, 10, 10, device="meta"), torch.empty(8, 3, 3, 3, device="meta")
+    settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    out, filled = 4 * 2 * 8 * 10 * 10, 4 * 2 * 16 * 10 * 10
+    forward = scratch_bytes(CPU, aten.convolution.default, (image, weight, None, *settings), {})
+    # The weight and the result, 16 channels for 3 and for 8, of which the result comes again.
+    assert forward == max(4 * 16 * 16 * 9 + filled - out, filled) == 15616
+    arguments = (torch.empty(2, 8, 10, 10, device="meta"), image, weight, None, *settings)
+    backward = aten.convolution_backward.default
+    assert scratch_bytes(CPU, backward, (*arguments, [False, True, False]), {}) == filled
+    assert scratch_bytes(CPU, backward, (*arguments, [False, False, True]), {}) == 0
+
+
 def updates(bits: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """bitsandbytes' update of a weight in 32 and in 16 bits, with the arguments of its AdamW."""
     import bitsandbytes.functional as library
@@ -293,7 +345,7 @@ def test_an_operator_without_a_row_has_no_scratch_memory() -> None:
 
 
 def test_every_scratch_row_has_a_test() -> None:
-    assert set(_SCRATCH["cpu"]) == {*SCRATCH, *UPDATES, *TESTED_CPU}
+    assert set(_SCRATCH["cpu"]) == {*SCRATCH, *CONVOLUTIONS, *UPDATES, *TESTED_CPU}
 
 
 def test_scratch_memory_comes_and_goes_as_a_workspace_after_the_results() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memtrain.device import Cuda
+from memtrain.machine import cpu
 from memtrain.trace.event import Kind
-from memtrain.trace.kernels import _KERNELS, _RESULTS, _SCRATCH, as_laid_out, kernels_of, scratch_bytes
+from memtrain.trace.kernels import _KERNELS, _RESULTS, _SCRATCH, as_laid_out, kernels_of, scratch_bytes, unknown_scratch
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
 from memtrain.trace.simulate import DatalessRecorder
 
@@ -175,6 +176,20 @@ def test_the_gradient_of_an_embedding_sorts_its_indices() -> None:
     assert backward(4000, 500, torch.float64) == 8 * (3 * 4000 + 2 * 500 + 900) + 16 + 900 * 16 * 8
 
 
+def test_a_sum_of_exponentials_holds_the_maxima_and_the_input_less_them() -> None:
+    assert scratch(aten.logsumexp.default, empty(6, 10), [-1]) == 4 * 60 + 4 * 6
+    assert scratch(aten.logsumexp.default, empty(6, 10, dtype=HALF), [0, 1]) == 2 * 60 + 2
+
+
+def test_counting_what_is_not_zero_adds_up_integers() -> None:
+    assert scratch(aten.count_nonzero.default, empty(6, 10)) == (1 + 8) * 60
+
+
+def test_one_hot_on_a_card_scatters_without_looking() -> None:
+    classes = empty(3, dtype=torch.int64)
+    assert allocated(lambda: F.one_hot(classes, num_classes=5)) == [("zeros", 8 * 15)]
+
+
 # ---------------------------------------------------------------------------------------------- cuBLAS
 
 
@@ -200,6 +215,7 @@ TESTED_KERNELS = {
     "rms_norm.default",
     "softmax.int",
     "log_softmax.int",
+    "one_hot.default",
 }
 TESTED_RESULTS = {
     "native_layer_norm_backward",
@@ -217,6 +233,8 @@ def test_every_row_has_a_test() -> None:
     rest = {
         aten._safe_softmax.default,
         aten.embedding_dense_backward.default,
+        aten.logsumexp.default,
+        aten.count_nonzero.default,
         FLASH,
         FLASH_BACKWARD,
         EFFICIENT,
@@ -224,3 +242,12 @@ def test_every_row_has_a_test() -> None:
     }
     package = {f"flash_attn::_flash_attn_{name}" for name in ("forward", "backward", "varlen_backward")}
     assert set(_SCRATCH["cuda"]) == package | rest | TESTED | {packet.default for packet in norms | softmaxes}
+
+
+def test_convolutions_on_a_card_say_that_their_workspaces_are_not_predicted() -> None:
+    sentence = unknown_scratch(card(A100), aten.convolution.default)
+    assert sentence is not None
+    assert sentence.startswith("the workspaces of convolutions are not in the prediction")
+    assert unknown_scratch(card(A100), aten.convolution_backward.default) == sentence
+    assert unknown_scratch(card(A100), aten.mm.default) is None
+    assert unknown_scratch(cpu(), aten.convolution.default) is None

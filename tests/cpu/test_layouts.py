@@ -112,6 +112,23 @@ def test_several_results_and_an_absent_one_come_back_as_they_were(run: Counted) 
     ]
 
 
+def test_what_works_in_place_element_by_element_is_asked_once_and_gives_its_argument(run: Counted) -> None:
+    for _ in range(3):
+        changed = meta(2, 3)
+        assert run(aten.addcmul_.default, changed, meta(3), meta(2, 3), value=0.5) is changed
+    assert run.computed == 1
+    assert run(aten.addcmul_.default, meta(2, 3), meta(3), meta(2, 3), value=2).shape == (2, 3)
+    assert run.computed == 2
+
+
+def test_what_torch_refuses_in_place_is_refused_each_time(run: Counted) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            run(aten.add_.Tensor, meta(3), meta(2, 3))
+        assert described(run(aten.add_.Tensor, meta(2, 3), meta(3))) == described(meta(2, 3))
+    assert run.computed == 3
+
+
 # ---------------------------------------------------------------------------------------------- what is not
 
 
@@ -125,7 +142,8 @@ def test_several_results_and_an_absent_one_come_back_as_they_were(run: Counted) 
         (aten._unsafe_view.default, (meta(2, 3), [6])),
         (aten._reshape_alias.default, (meta(2, 3), [6], [1])),
         # Changes its argument.
-        (aten.add_.Tensor, (meta(2), meta(2))),
+        (aten.t_.default, (meta(2, 3),)),
+        (aten.copy_.default, (meta(2), meta(2))),
         (aten.mul.out, (meta(2), meta(2))),
     ],
     ids=lambda value: str(value) if not isinstance(value, tuple) else "",
@@ -167,7 +185,8 @@ def test_a_real_tensor_is_never_answered_from_memory(run: Counted) -> None:
     for _ in range(2):
         assert run(aten.mul.Tensor, meta(2), torch.tensor(3.0)).is_meta
     assert run(aten.cat.default, [one, two]).tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert run.computed == 5
+    assert [run(aten.add_.Tensor, one, two).tolist() for _ in range(2)] == [[3.0, 3.0], [5.0, 5.0]]
+    assert run.computed == 7
 
 
 def test_what_is_no_tensor_is_computed_each_time(run: Counted) -> None:
@@ -203,6 +222,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...]]:
         st.sampled_from(
             [
                 (aten.add.Tensor, (one, other)),
+                (aten.mul_.Tensor, (one, other)),
                 (aten.mul.Scalar, (one, draw(NUMBERS))),
                 (aten.mm.default, (one, other)),
                 (aten.sum.dim_IntList, (one, [draw(st.integers(0, 1))], draw(st.booleans()))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
@@ -10,20 +9,17 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import torch
 from toys import CASES, Case, batch
 
 import memtrain.job
 import memtrain.method
 import memtrain.plan
 import memtrain.precision
-from memtrain.data.rows import Batch
 from memtrain.device import Cpu
 from memtrain.features import chunked_loss
 from memtrain.job import Approximation, Job
 from memtrain.memory.timeline import MemoryTimeline
 from memtrain.method import Int8, Lora, Nf4
-from memtrain.models.load import load_model
 from memtrain.plan import (
     POLICIES,
     ChunkedLogits,
@@ -45,16 +41,15 @@ from memtrain.plan import (
     Single,
 )
 from memtrain.precision import Bf16, Rounding
-from memtrain.run import prepare
+from memtrain.trace import parity
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Trace
+from memtrain.trace.parity import differences, events
 from memtrain.trace.processes import processes_of
-from memtrain.trace.record import Recorder
-from memtrain.trace.simulate import dataless_model, record, simulate, vocabulary_of
+from memtrain.trace.simulate import RowShapes, dataless_model, simulate
 
 PROCESSOR = Cpu(name="cpu", threads=2, flops_per_second=1e11, bytes_per_second=2e10, operator_seconds=1e-5)
 
 EVALUATION_ROWS = 3
-STATE = torch.get_rng_state()
 
 # Each policy with settings other than the default where it has any; a new policy is tested from the day it is added.
 SETTINGS = {
@@ -113,51 +108,14 @@ def cases() -> Iterator[Any]:
         yield pytest.param(plan, job, id=str(plan), marks=[pytest.mark.skip(reason)] if reason else [])
 
 
-def shapes_of(case: Case) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def shapes_of(case: Case) -> RowShapes:
     """Shape and type of each tensor of a row."""
-    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in case.row(0).items()}
+    return parity.shapes_of(batch(case, 1))
 
 
 def real_trace(case: Case, job: Job, plan: Plan) -> Trace:
-    torch.manual_seed(0)
-    recorder = Recorder()
-    with recorder, recorder.phase(Phase.LOAD):
-        model = load_model(case.build(), job)
-    recorder.watch(model, vocabulary_of(model))
-    run = prepare(job, plan, model)
     rows = batch(case, job.global_batch_size)
-
-    def new_batch(count: int) -> Batch:
-        # Filled, not stacked, so that the operator is the simulation's.
-        return {name: torch.empty((count, *t.shape[1:]), dtype=t.dtype).copy_(t[:count]) for name, t in rows.items()}
-
-    with recorder:
-        record(run, recorder, new_batch, job, plan, EVALUATION_ROWS)
-        return recorder.trace()
-
-
-def events(trace: Trace) -> list[tuple[int, str]]:
-    """What is compared: bytes and operator in order, from the first step on, and the place where it is not the device.
-
-    Frees without an allocation between them have no order of their own (C++ frees the members of a hash map), and scratch
-    inside a kernel is seen by no recorder.
-    """
-    # x[i] = 3 makes its scalar below dispatch on a processor and above it elsewhere.
-    scalars = {event.storage for event in trace.events if event.operator == "scalar_tensor" and event.bytes <= 8}
-    ordered: list[tuple[int, str]] = []
-    frees: list[tuple[int, str]] = []
-    # Recomputation saves the generator's state, made below dispatch; the simulation counts it all the same.
-    scalars |= {event.storage for event in trace.events if event.operator == "given" and event.bytes == STATE.nbytes}
-    for event in trace.events[trace.section("step 1")[0] :]:
-        if event.kind is Kind.WORKSPACE or event.storage in scalars:
-            continue
-        here = "" if event.place == DEVICE else f" on the {event.place.memory}"
-        if event.bytes < 0:
-            frees.append((event.bytes, event.operator + here))
-        else:
-            ordered += [*sorted(frees), (event.bytes, event.operator + here)]
-            frees = []
-    return ordered + sorted(frees)
+    return parity.real_trace(job, plan, case.build(), rows, evaluation_rows=EVALUATION_ROWS)
 
 
 def both(case: Case, job: Job, plan: Plan) -> tuple[Trace, Trace]:
@@ -167,7 +125,7 @@ def both(case: Case, job: Job, plan: Plan) -> tuple[Trace, Trace]:
     with processes_of(plan.ranks):
         measured = real_trace(case, job, plan)
     real, simulated = events(measured), events(predicted)
-    assert real == simulated, "\n".join(itertools.islice(difflib.unified_diff(*map(lines, (real, simulated)), lineterm=""), 40))
+    assert real == simulated, "\n".join(differences(real, simulated)[:40])
     assert held_as_weights(measured) == held_as_weights(predicted)
     return measured, predicted
 
@@ -188,10 +146,6 @@ def assert_alike(case: Case, job: Job, plan: Plan) -> Trace:
     # Building draws random numbers only with data; what it holds at once is the same.
     assert load_peak(measured) == load_peak(predicted)
     return predicted
-
-
-def lines(listed: list[tuple[int, str]]) -> list[str]:
-    return [f"{size:>10} {operator}" for size, operator in listed]
 
 
 @pytest.mark.parametrize("name", CASES)
