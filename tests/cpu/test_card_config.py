@@ -144,10 +144,10 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("device=rtx_4080", "device 'rtx_4080' is not described: the nearest are rtx_4090, rtx_a4000; describe a card in the"),
+        ("device=rtx_4080", "device 'rtx_4080' is not described: the nearest are rtx_4090, rtx_4060; describe a card in the"),
         (
             "device=null",
-            "device is null, and it must be one of a100_40gb, a100_80gb, a10g, auto, cpu, h100, h200, l4, rtx_3070, rtx_3090",
+            "device is null, and it must be one of a100_40gb, a100_80gb, a10g, auto, cpu, h100, h200, l4, rtx_3060, rtx_3070, rtx_3090",
         ),
         ("device.kind=tpu", "device cpu: kind is 'tpu', and it must be one of cpu, cuda."),
         ("device.usable_bytes=1GiB", "device cpu is of kind cpu, which has no key 'usable_bytes': it has name, threads, flops"),

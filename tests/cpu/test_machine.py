@@ -102,8 +102,8 @@ def test_the_processor_is_described_by_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("rtx_4080", "the nearest are rtx_4090, rtx_a4000"),
-        ("NVIDIA GeForce RTX 4080", "the nearest are rtx_4090, rtx_a4000"),
+        ("rtx_4080", "the nearest are rtx_4090, rtx_4060"),
+        ("NVIDIA GeForce RTX 4080", "the nearest are rtx_4090, rtx_4060"),
         ("a100", "the nearest are a100_40gb, a100_80gb"),
         ("NVIDIA A10", "the nearest is a10g"),
         ("Instinct MI300X", f"there are {', '.join(machine.described_devices())}"),
