@@ -1,0 +1,87 @@
+"""One published measurement: a line of a file in the schema that ground_truth/README.md of the shared data describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """A training run and the peak that was published of it; what a source does not say is None.
+
+    Attributes:
+        arch: layers, hidden, heads, kv_heads, ffn, vocab, tied_embeddings and, in words, extra.
+        gpus: count and type.
+        peak_value: as published, in ``unit``; ``peak_gib`` is the same in units of 2**30 bytes.
+        outcome: "ok", or "oom" where the run ended for want of memory.
+        scope: "train_step", "fwd_bwd", or what else was measured.
+        quality: "A" where all settings are known, "B" where ``assume`` says which were guessed, "C" for a headline.
+        core: whether it belongs to the diverse subset.
+        cluster: source, model and method.
+    """
+
+    id: str
+    source: str
+    model: str
+    peak_value: float | None = None
+    peak_gib: float | None = None
+    source_family: str = ""
+    arch: Mapping[str, Any] = field(default_factory=dict)
+    params_b: float | None = None
+    method: str = "full"
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] | None = None
+    lora_dropout: float | None = None
+    precision: str = ""
+    optimizer: str = ""
+    optimizer_in_backward: bool = False
+    batch_size_per_gpu: int | None = None
+    seq_len: int | None = None
+    grad_accum: int | None = None
+    checkpointing: str = ""
+    attention: str = ""
+    loss: str = ""
+    compile: bool = False
+    gpus: Mapping[str, Any] = field(default_factory=dict)
+    sharding: str = "none"
+    offload: str = "none"
+    metric: str = ""
+    unit: str = ""
+    unit_interpreted: str = ""
+    outcome: str = "ok"
+    scope: str = "train_step"
+    quality: str = "C"
+    assume: tuple[str, ...] = ()
+    core: bool = False
+    cluster: str = ""
+    notes: str = ""
+    nvidia_smi_mib: float | None = None
+    throughput_tok_s_gpu: float | None = None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Record:
+        """The record of one parsed line; keys that it does not know are left out, and nulls are the defaults."""
+        known = {one.name for one in fields(cls)}
+        lists = ("lora_targets", "assume")
+        said = {name: value for name, value in line.items() if name in known and value is not None}
+        settings: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in said.items()}
+        return cls(**settings)
+
+
+def read(file: Path) -> Iterator[Record]:
+    """The records of a file.
+
+    Raises:
+        ValueError: a line is no record.
+    """
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield Record.of(json.loads(line))
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number} of {file} is no record ({error}): give one JSON object a line.") from error
