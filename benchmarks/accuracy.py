@@ -38,10 +38,18 @@ def predictions(records: Sequence[Record], folder: Path, told: Callable[[Predict
         by_environment.setdefault(express.environment(record), []).append(record)
     command = [sys.executable, __file__, "--simulate"]
     for name, asked in by_environment.items():
-        environments.install(name, folder / name)
-        for prediction in environments.predict_in(name, folder / name, asked, command):
+        for prediction in _predictions_with(name, folder / name, asked, command):
             told(prediction)
             yield prediction
+
+
+def _predictions_with(name: str, folder: Path, records: Sequence[Record], command: Sequence[str]) -> Iterator[Prediction]:
+    try:
+        environments.install(name, folder)
+    except Failed as failure:
+        yield from (Prediction(record.id, failed=str(failure)) for record in records)
+    else:
+        yield from environments.predict_in(name, folder, records, command)
 
 
 def scores(
@@ -133,11 +141,7 @@ def main(asked: argparse.Namespace) -> int:
             if sys.stderr.isatty():
                 print(f"{prediction.id}: {prediction.seconds:.1f} s", file=sys.stderr)
 
-        try:
-            scored, skipped = scores(records, asked, folder, told)
-        except Failed as failure:
-            print(failure, file=sys.stderr)
-            return 2
+        scored, skipped = scores(records, asked, folder, told)
     if asked.published is not None:
         page.write(asked.published, scored, " ".join(("python benchmarks/accuracy.py", *_shown(asked))))
     return report(scored, skipped, asked.json, asked.bound)

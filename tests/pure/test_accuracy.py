@@ -201,9 +201,10 @@ def test_what_cannot_be_installed_is_said_and_exits_with_two(
         bound=0.1,
     )
     assert accuracy.main(asked) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("pip cannot install transformers-4.48.1 (")
-    assert "give it an index that has these versions." in said
+    said = capsys.readouterr().out
+    assert "failed: pip cannot install transformers-4.48.1 (" in said
+    assert "give it an index that has these versions.: " in said
+    assert said.splitlines()[-1].startswith("accuracy: 0 scored, 6 skipped")
 
 
 def test_libraries_that_are_installed_are_not_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_the_page_has_a_row_for_each_peak_with_its_settings() -> None:
     versions = {"torch": "2.13.0", "transformers": "4.48.1"}
     lines = page.text([scored(settings, prediction(10.404, versions=versions))], "python make_it.py").splitlines()
     assert "    python make_it.py" in lines
-    assert "with torch 2.13.0, transformers 4.48.1." in lines
+    assert "- torch 2.13.0, transformers 4.48.1" in lines
     assert lines[-1] == (
         "| 10.2000 | 10.4040 | +2.000 % | allocated | some/Model-1B | lora, rank 16 | 4 × 4096 |  |  |  | a/b | A100-80GB | peaks.csv row 1 |"
     )
