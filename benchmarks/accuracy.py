@@ -123,7 +123,7 @@ def _print_reasons(skipped: Sequence[Skipped]) -> None:
         reasons.setdefault(f"{'failed: ' if one.failed else ''}{one.reason}", []).append(one.record.id)
     print("\nskipped" if reasons else "")
     for reason, ids in sorted(reasons.items(), key=lambda found: -len(found[1])):
-        print(f"{len(ids):>5}  {reason}: {', '.join(ids)}")
+        print(f"{len(ids):>5}  {reason.rstrip('.')}: {', '.join(ids)}")
     print()
 
 

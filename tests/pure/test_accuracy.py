@@ -203,7 +203,7 @@ def test_what_cannot_be_installed_is_said_and_exits_with_two(
     assert accuracy.main(asked) == 2
     said = capsys.readouterr().out
     assert "failed: pip cannot install transformers-4.48.1 (" in said
-    assert "give it an index that has these versions.: " in said
+    assert "give it an index that has these versions: " in said
     assert said.splitlines()[-1].startswith("accuracy: 0 scored, 6 skipped")
 
 
