@@ -16,7 +16,16 @@ from published.liger import chunk_tokens, fuse_
 from published.models import model_config
 from published.record import Record
 from published.run import NotExpressible, PublishedRun
-from published.trainers import Trainer, adapted, loss_by_chunks, loss_in_place, loss_outside, mixed_precision, trainer
+from published.trainers import (
+    Trainer,
+    adapted,
+    keeping_outputs,
+    loss_by_chunks,
+    loss_in_place,
+    loss_outside,
+    mixed_precision,
+    trainer,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,6 +214,8 @@ def _module(record: Record, who: Trainer, told: Numbers, how: Loss) -> tuple[nn.
         model = mixed_precision(model, getattr(torch, product_type(told.precision)), converts=True)
     if how.is_standard and who.loss != "model" and kind not in ("vit", "bert", "t5"):
         model = loss_outside(model, in_fp32=who.loss == "in fp32")
+    if who.keeps_outputs:
+        model = keeping_outputs(model)
     return model, method, tuple(assumed)
 
 

@@ -32,6 +32,7 @@ class Trainer:
         unpacked: data type of what is not packed beside packed weights under autocast, by name.
         loss: of whole logits where the words call it standard: the "model"'s own, or one outside of the model, which takes the
             logits "as they come" or "in fp32", and keeps them until the next forward returns.
+        keeps_outputs: whether what the model returns, logits and loss, is there until the next forward returns.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Trainer:
     adapters: str = "float32"
     unpacked: str = "float32"
     loss: Literal["model", "as they come", "in fp32"] = "model"
+    keeps_outputs: bool = False
 
 
 _HUGGING_FACE = "transformers' Trainer"
@@ -55,6 +57,8 @@ _TRAINERS = (
     ("llama-recipes", Trainer("a plain loop", None, False, dropout=0.05)),
     # src/models/llama3.py and src/trainer/trainer.py: CrossEntropyLoss on a slice of the logits, which the loop calls "_".
     ("universal-llm-trainer", Trainer("universal-llm-trainer", None, False, loss="as they come")),
+    # method_comparison/MetaMathQA/run.py: "outputs" is a name of the loop.
+    ("huggingface/peft", Trainer("the loop of peft's method comparison", 1.0, False, keeps_outputs=True)),
     # lora_dropout of finetune.py in QwenLM/Qwen, of the first swift's SftArguments, of the examples of axolotl.
     ("qwenlm", Trainer(_HUGGING_FACE, 1.0, True, dropout=0.05)),
     ("swift", Trainer(_HUGGING_FACE, 1.0, True, dropout=0.05)),
@@ -184,6 +188,22 @@ def loss_outside(model: Any, *, in_fp32: bool) -> Any:
 
     LossOutside.__name__ = kind.__name__
     model.__class__ = LossOutside
+    return model
+
+
+def keeping_outputs(model: Any) -> Any:
+    """The model in its own class, which keeps what it returned until the next forward has returned."""
+    kind: Any = type(model)
+
+    class KeepingOutputs(kind):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            self.__dict__["_kept"] = found
+            return found
+
+    KeepingOutputs.__name__ = kind.__name__
+    KeepingOutputs.forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    model.__class__ = KeepingOutputs
     return model
 
 

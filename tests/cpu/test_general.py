@@ -259,6 +259,15 @@ def test_a_loss_outside_of_the_model_is_the_models_and_keeps_the_logits(in_fp32:
     assert type(looped).__name__ == "LlamaForCausalLM"
 
 
+def test_a_loop_that_names_its_outputs_keeps_them_until_the_next_ones_are_there() -> None:
+    model = trainers.keeping_outputs(tiny())
+    first = model(input_ids=tokens(), labels=tokens())
+    assert model.__dict__["_kept"] is first
+    second = model(input_ids=tokens(), labels=tokens())
+    assert model.__dict__["_kept"] is second
+    assert trainers.trainer(record(source_family="huggingface/peft")).keeps_outputs
+
+
 def test_a_loss_by_chunks_is_the_whole_loss() -> None:
     model = tiny()
     whole = model(input_ids=tokens(), labels=tokens()).loss
