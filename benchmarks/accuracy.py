@@ -6,7 +6,7 @@ were made with where these matter: installed into a folder beside what is there,
 
 Prints a table and one line. What is not scored is counted with its reason. A run that ended for want of memory is right where more
 is predicted than the card has. With ``--bound`` exits 1 if an error is larger or nothing is scored, and 2 if the libraries of an
-environment cannot be installed or a simulation fails.
+environment cannot be installed or a simulation fails. Exits 2 if a file holds no records.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ def _percent(fraction: float | None, sign: str = "") -> str:
 
 def main(asked: argparse.Namespace) -> int:
     """Simulate the records of the files, report, and return the exit code."""
-    records = [record for file in asked.records for record in read(file)]
+    try:
+        records = [record for file in asked.records for record in read(file)]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as temporary:
         folder = (asked.environments or Path(temporary)).absolute()
 

@@ -92,3 +92,5 @@ def _check(record: Record) -> None:
         raise NotExpressible("the batches hold rows of several lengths, which are not published")
     if record.batch_size_per_gpu is None or record.seq_len is None:
         raise NotExpressible("the record has no batch size or no length")
+    if record.method != "full" and not (record.lora_rank and record.lora_targets):
+        raise NotExpressible("the record does not say which modules get adapters, or of which rank")

@@ -249,7 +249,9 @@ def _fused_tokens(record: Record, tokens: int) -> int:
 def _family(record: Record, kind: str) -> dict[str, Any]:
     """What of a configuration the record decides."""
     found: dict[str, Any] = {}
-    if kind not in ("vit", "t5"):
+    if kind == "t5":
+        found["decoder_start_token_id"] = 0
+    elif kind != "vit":
         found["use_cache"] = False
     if "classification" in str(record.arch.get("extra", "")) and kind == "bert":
         found["architectures"] = ["BertForSequenceClassification"]

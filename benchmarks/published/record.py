@@ -25,8 +25,8 @@ class Record:
     """
 
     id: str
-    source: str
-    model: str
+    source: str = ""
+    model: str = ""
     peak_value: float | None = None
     peak_gib: float | None = None
     source_family: str = ""
@@ -66,22 +66,34 @@ class Record:
     def of(cls, line: Mapping[str, Any]) -> Record:
         """The record of one parsed line; keys that it does not know are left out, and nulls are the defaults."""
         known = {one.name for one in fields(cls)}
-        lists = ("lora_targets", "assume")
-        said = {name: value for name, value in line.items() if name in known and value is not None}
-        settings: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in said.items()}
-        return cls(**settings)
+        said: dict[str, Any] = {name: value for name, value in line.items() if name in known and value is not None}
+        for name in ("lora_targets", "assume"):
+            if name in said:
+                said[name] = (said[name],) if isinstance(said[name], str) else tuple(said[name])
+        for name in ("arch", "gpus"):
+            said[name] = {key: value for key, value in said.get(name, {}).items() if value is not None}
+        return cls(**said)
 
 
 def read(file: Path) -> Iterator[Record]:
     """The records of a file.
 
     Raises:
-        ValueError: a line is no record.
+        ValueError: it cannot be read, a line is no record, or two have one id.
     """
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): give a file of JSON objects, one a line.") from error
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            yield Record.of(json.loads(line))
+            record = Record.of(json.loads(line))
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} of {file} is no record ({error}): give one JSON object a line.") from error
+        if record.id in seen:
+            raise ValueError(f"line {number} of {file} has the id {record.id!r} of a line before: give each record its own.")
+        seen.add(record.id)
+        yield record

@@ -125,6 +125,7 @@ def test_a_module_that_is_packed_already_is_on_the_card_with_biases_and_scales(p
         ({"sharding": "fsdp1 full_shard"}, "sharding 'fsdp1 full_shard' is not simulated"),
         ({"assume": ("unpacked ORCA examples",)}, "rows of several lengths"),
         ({"seq_len": None}, "no batch size or no length"),
+        ({"method": "lora", "lora_rank": None}, "which modules get adapters, or of which rank"),
     ],
 )
 def test_what_is_not_told_of_fms_has_a_reason(changed: dict[str, Any], reason: str) -> None:

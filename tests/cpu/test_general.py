@@ -216,6 +216,8 @@ def test_encoders_and_images_get_rows_of_their_own() -> None:
     bert = record(model="bert-base-uncased", arch={"extra": "encoder, seq-classification head"}, precision="fp32")
     assert general.express(bert).rows["labels"] == ((), torch.int64)
     assert type(module_of(bert)).__name__ == "BertForSequenceClassification"
+    translator = module_of(record(model="t5-small", precision="fp32", attention="eager"))
+    assert translator.config.decoder_start_token_id == 0
     image = record(model="torchvision vit_b_16", precision="fp32", seq_len=197)
     assert general.express(image).rows["pixel_values"] == ((3, 224, 224), torch.float32)
 

@@ -241,9 +241,22 @@ def test_records_are_read_and_nulls_are_the_defaults(tmp_path: Path) -> None:
         '{"id": "a", "source": "s", "model": "m", "lora_targets": ["q"], "seq_len": null, "new": 1}\n\n', encoding="utf-8"
     )
     assert list(read(file)) == [Record(id="a", source="s", model="m", lora_targets=("q",))]
+    # As Windows ends lines, nulls inside, and a word where a list is expected.
+    file.write_bytes(b'{"id": "a", "assume": "one", "gpus": {"count": null}, "arch": null}\r\n{"id": "b"}\r\n')
+    assert list(read(file)) == [Record(id="a", assume=("one",)), Record(id="b")]
+    file.write_text('{"id": "a"}\n{"id": "a"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .* has the id 'a' of a line before: give each record its own"):
+        list(read(file))
+    with pytest.raises(ValueError, match=r"nothing.jsonl cannot be read .*: give a file of JSON objects, one a line"):
+        list(read(tmp_path / "nothing.jsonl"))
     file.write_text("{\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 1 of .* is no record .*: give one JSON object a line"):
         list(read(file))
+
+
+def test_a_file_without_records_is_said_and_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accuracy.main(Namespace(records=[tmp_path / "nothing.jsonl"])) == 2
+    assert "nothing.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_a_record_goes_to_its_family() -> None:
