@@ -18,8 +18,8 @@ The study's libraries are installed beside what is there, and a child process fi
 lengths are chance (benchmarks/published/xmem_runs.py says which are taken), and the measured peaks of one configuration differ
 by up to 20 %.
 
-Prints a table, the study's figures for all tools and a last line. Exits 2 if the libraries cannot be installed or the child
-ends early.
+Prints a table, the study's figures for all tools and a last line. Exits 2 if the file cannot be read, the libraries cannot be
+installed or the child ends early.
 """
 
 from __future__ import annotations
@@ -124,8 +124,15 @@ def _simulated(line: Mapping[str, Any]) -> Prediction:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, one JSON object a line."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The records of a file, one JSON object a line.
+
+    Raises:
+        Failed: it cannot be read.
+    """
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise Failed(f"{file} cannot be read ({error}): give a file of JSON objects, one a line.") from error
 
 
 def environment(record: Mapping[str, Any]) -> str:
@@ -221,7 +228,7 @@ def results(records: Sequence[Mapping[str, Any]], predictions: Sequence[Predicti
                 optimizer=record["optimizer"],
                 batch=record["batch_size"],
                 gpu=record["gpu"],
-                era=record["era"],
+                era=record.get("era") or "",
                 measured_bytes=record["ground_bytes"],
                 measured_out_of_memory=record["real_oom"],
                 predicted_bytes=predicted,
@@ -345,10 +352,10 @@ def derive_constants(records: Sequence[Mapping[str, Any]], predictions: Sequence
     """Print, by card, the median of what was measured beyond the reserved bytes, where lengths are no chance."""
     beyond: dict[str, list[tuple[float, str]]] = {}
     for record, prediction in zip(records, predictions, strict=True):
-        fixed = record["batch_size"] >= LARGE_BATCH or record["seq_padding"].startswith("fixed")
+        fixed = record["batch_size"] >= LARGE_BATCH or (record.get("seq_padding") or "").startswith("fixed")
         if fixed and not record["real_oom"] and prediction.reserved_bytes == prediction.reached_bytes > 0:
             rest = (record["ground_bytes"] - prediction.reserved_bytes) / MIB
-            beyond.setdefault(record["gpu"], []).append((rest, record["era"]))
+            beyond.setdefault(record["gpu"], []).append((rest, record.get("era") or ""))
     for gpu, rests in sorted(beyond.items()):
         # A run cannot have loaded less than nothing.
         median = max(0, statistics.median(rest for rest, _ in rests))
@@ -370,9 +377,9 @@ if __name__ == "__main__":
         sys.exit(0)
     if arguments.records is None:
         parser.error("--records names the file of records")
-    lines = read(arguments.records)
     with tempfile.TemporaryDirectory() as temporary:
         try:
+            lines = read(arguments.records)
             predicted = predict_all(lines, (arguments.environments or Path(temporary)).absolute())
         except Failed as failure:
             print(failure, file=sys.stderr)

@@ -174,6 +174,17 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...], Mapping[str, Any
             "gpt2-xl": (48, 1600, 25, 50257),
         }.items()
     },
+    "cerebras-gpt-111m": (
+        "gpt2",
+        _GPT2,
+        (10, 768, 12, 50257),
+        {
+            "n_inner": 3072,
+            "n_positions": 2048,
+            "activation_function": "gelu",
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    ),
     "gpt-bigcode-santacoder": ("gpt_bigcode", _GPT2, (24, 2048, 16, 49280), {"n_inner": 8192, "n_positions": 2048}),
     "santacoder": ("gpt_bigcode", _GPT2, (24, 2048, 16, 49280), {"n_inner": 8192, "n_positions": 2048}),
     "starcoder": ("gpt_bigcode", _GPT2, (40, 6144, 48, 49152), {"n_inner": 24576, "n_positions": 8192}),

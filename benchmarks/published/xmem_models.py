@@ -1,4 +1,4 @@
-"""The models of the xMem study: transformers by the sizes of their own config.json, networks for images by torchvision.
+"""The models of the xMem study: language models by the table of models.py, networks for images by torchvision.
 
 Nothing is fetched. Weights are data-less; libraries are imported where they are used, since a child process finds the
 versions of the study there.
@@ -12,54 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from published.models import model_config
+from published.record import Record
 from published.run import NotExpressible
-
-_LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-
-
-def _llama_like(sizes: tuple[int, ...], vocabulary: int, *, tied: bool, **more: Any) -> dict[str, Any]:
-    return {**dict(zip(_LLAMA_SIZES, sizes, strict=True)), "vocab_size": vocabulary, "tie_word_embeddings": tied, **more}
-
-
-_CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "EleutherAI/gpt-neo-125M": (
-        "GPTNeo",
-        {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
-    ),
-    "openai-community/gpt2": ("GPT2", {}),
-    "distilbert/distilgpt2": ("GPT2", {"n_layer": 6}),
-    "cerebras/Cerebras-GPT-111M": (
-        "GPT2",
-        {
-            "n_layer": 10,
-            "n_inner": 3072,
-            "n_positions": 2048,
-            "activation_function": "gelu",
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-    ),
-    "facebook/opt-125m": ("OPT", {}),
-    "facebook/opt-350m": (
-        "OPT",
-        {
-            "num_hidden_layers": 24,
-            "hidden_size": 1024,
-            "ffn_dim": 4096,
-            "num_attention_heads": 16,
-            "word_embed_proj_dim": 512,
-            "do_layer_norm_before": False,
-        },
-    ),
-    "T5-small": ("T5", {"decoder_start_token_id": 0}),
-    "t5-base": ("T5", {"num_layers": 12, "d_model": 768, "d_ff": 3072, "num_heads": 12, "decoder_start_token_id": 0}),
-    "Qwen/Qwen3-4B": ("Qwen3", _llama_like((36, 2560, 9728, 32, 8), 151936, tied=True, head_dim=128)),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("Qwen2", _llama_like((28, 1536, 8960, 12, 2), 151936, tied=False)),
-    "meta-llama/Llama-3.2-3B-Instruct": ("Llama", _llama_like((28, 3072, 8192, 24, 8), 128256, tied=True, head_dim=128)),
-    "google/gemma-2-2b-it": ("Gemma2", _llama_like((26, 2304, 9216, 8, 4), 256000, tied=True, head_dim=256)),
-}
-"""Of each model the family in transformers, and what its config.json says otherwise than the family's default."""
 
 _NETWORKS: Mapping[str, str] = {
     "ConvNeXtBase": "convnext_base",
@@ -89,15 +44,15 @@ def language_model(name: str, attention: str) -> nn.Module:
     Raises:
         NotExpressible: its sizes are not known here.
     """
-    if name not in _CONFIGS:
-        raise NotExpressible(f"the sizes of {name} are not in the table of models.")
     import transformers
 
-    family, settings = _CONFIGS[name]
-    config = getattr(transformers, f"{family}Config")(**settings)
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    kind, settings = model_config(Record(id=name, model=name))
+    config = transformers.CONFIG_MAPPING[kind](**settings)
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 0
+    builder = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = kind.from_config(config, attn_implementation=attention)
+        model: nn.Module = builder.from_config(config, attn_implementation=attention)
     return model
 
 

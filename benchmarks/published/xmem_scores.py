@@ -83,12 +83,12 @@ def trains_under(record: Mapping[str, Any], estimate_bytes: float) -> bool:
 
 def score_of_tool(record: Mapping[str, Any], tool: str) -> Score | None:
     """The score of one of the study's tools, from the study's own capped run; None where it has no estimate."""
-    estimate, error = record[f"{tool}_bytes"], record[f"{tool}_error"]
+    estimate, error = record.get(f"{tool}_bytes"), record.get(f"{tool}_error")
     if estimate is None or error is None:
         return None
     # What a tool does not support has an estimate below 0 and counts as predicted to run out, with an error of 100 %.
-    c1 = record[f"{tool}_pred_oom"] == record["real_oom"]
-    ran_out = record[f"{tool}_verify_oom"]
+    c1 = record.get(f"{tool}_pred_oom") == record["real_oom"]
+    ran_out = record.get(f"{tool}_verify_oom")
     c2: bool | None = c1
     if c1 and not record["real_oom"]:
         c2 = None if ran_out is None else not ran_out

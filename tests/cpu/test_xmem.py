@@ -65,7 +65,7 @@ def test_a_model_has_the_parameters_that_its_authors_state(name: str, parameters
     ("more", "sentence"),
     [
         ({"optimizer": "Rprop"}, "memtrain has no optimizer Rprop."),
-        ({"model": "mine"}, "the sizes of mine are not in the table of models."),
+        ({"model": "mine"}, "the model 'mine' is unknown, and the record gives no architecture of it"),
         ({"gpu": "NVIDIA Tesla K80"}, "the card NVIDIA Tesla K80 is not described."),
     ],
 )

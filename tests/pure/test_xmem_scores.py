@@ -160,3 +160,8 @@ def test_constants_come_from_runs_whose_lengths_are_no_chance(capsys: pytest.Cap
 
 def test_the_libraries_of_each_record_are_described() -> None:
     assert {xmem.environment(record()), xmem.environment(record(input_size=[3, 86, 86]))} <= ENVIRONMENTS.keys()
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(xmem.Failed, match=r"nothing.jsonl cannot be read .*: give a file of JSON objects, one a line"):
+        xmem.read(tmp_path / "nothing.jsonl")
