@@ -22,11 +22,12 @@ LAYERS = (
     ("memtrain.schedule", "memtrain.metrics"),
     ("memtrain.trace.event",),
     ("memtrain.memory",),
-    ("memtrain.data", "memtrain.place", "memtrain.distributed"),
+    ("memtrain.data", "memtrain.place", "memtrain.generators", "memtrain.distributed"),
     ("memtrain.models",),
     ("memtrain.inputs",),
     ("memtrain.features",),
     ("memtrain.run",),
+    ("memtrain.state",),
     ("memtrain.trace",),
     ("memtrain.planner",),
     ("memtrain.report", "memtrain.measure", "memtrain.recovery"),
@@ -182,7 +183,7 @@ def test_the_step_does_not_ask_where_it_runs() -> None:
 
 
 def test_cuda_is_asked_at_the_edges_only() -> None:
-    edges = {"memtrain.machine", "memtrain.measure", "memtrain.trace.profile"}
+    edges = {"memtrain.machine", "memtrain.generators", "memtrain.measure", "memtrain.trace.profile"}
     for module, tree in MODULES.items():
         if module not in edges:
             assert not [name for name in names(tree) if is_in(name, "torch.cuda")], module

@@ -1,0 +1,39 @@
+"""Where the generators of random numbers stand: Python's, NumPy's, and torch's on the host and on each card.
+
+As tensors and plain data, so that nothing has to be unpickled to put them back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def positions() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Where the generators stand: Python's, NumPy's, and torch's on the host and on every card that is in use."""
+    import numpy
+
+    name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    generators = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        generators |= {f"cuda {index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    facts = {"python": random.getstate(), "numpy": [name, [int(key) for key in keys], position, has_gauss, gauss]}
+    return generators, facts
+
+
+def set_positions(generators: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Let all generators go on from where :func:`positions` found them."""
+    import numpy
+
+    version, numbers, gauss = facts["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = facts["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(generators["torch"])
+    for name, state in generators.items():
+        if name.startswith("cuda "):
+            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda ")))
