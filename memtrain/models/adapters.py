@@ -89,9 +89,26 @@ def head_path(model: nn.Module) -> str | None:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: torch's or one made from it, such as bitsandbytes' and Falcon's, or the Conv1D of GPT-2.
 
-    The projection of torch's MultiheadAttention is none: its weights are read past its forward.
+    The projection of torch's MultiheadAttention is none: its weights are read past its forward. Routers of experts, which give
+    more than the product, are none either.
     """
-    return is_transposed(module) or (isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear))
+    if is_transposed(module) or type(module) is nn.Linear:
+        return True
+    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    return type(module).__module__.startswith("bitsandbytes.") or _maps_features(module)
+
+
+def _maps_features(layer: nn.Linear) -> bool:
+    """Whether forward takes a row of inputs to one of outputs, tried without data."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    row = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        out = torch.func.functional_call(layer, bare, (row,))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(out, Tensor) and out.shape == (1, layer.out_features)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -270,9 +270,10 @@ class Predictor:
             except WritesInPlace as refusal:
                 self._refused[plan.activations] = str(refusal)
                 raise PlanRefused(str(refusal)) from refusal
-            except (RuntimeError, TypeError, NotImplementedError) as error:
+            except (RuntimeError, TypeError, NotImplementedError, LookupError, AttributeError) as error:
+                first = (str(error).splitlines() or ["without a word"])[0]
                 raise ValueError(
-                    f"{self.source.name} does not run without data ({type(error).__name__}: {str(error).splitlines()[0]}): "
+                    f"{self.source.name} does not run without data ({type(error).__name__}: {first}): "
                     f"take what looks at values or at the device out of its forward, and give it freshly built."
                 ) from error
         return self._simulated[plan]

@@ -11,7 +11,7 @@ A table has four parts, and there is one per kind of device (kernels_cpu.py, ker
 - ``KERNELS``: by operator, ``replacement(device, operator, *arguments)``; it may call ``operator``, torch's own path.
 - ``RESULTS``: by operator, whatever the overload, ``layout(result, *arguments)``, where ``meta`` lays a result out otherwise.
 - ``SCRATCH``: by operator, ``bytes(device, *arguments)`` that the kernel allocates and frees inside itself.
-- ``UNKNOWN``: by operator, a sentence where those bytes are not known; it is listed with the prediction.
+- ``UNKNOWN``: by operator, from its arguments, a sentence where those bytes are not known; it is listed with the prediction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCRATCH = {
     "cpu": kernels_cpu.SCRATCH | kernels_bitsandbytes.SCRATCH_CPU,
     "cuda": kernels_cuda.SCRATCH | kernels_bitsandbytes.SCRATCH,
 }
-_UNKNOWN: dict[str, dict[Any, str]] = {"cpu": {}, "cuda": kernels_cuda.UNKNOWN}
+_UNKNOWN = {"cpu": kernels_cpu.UNKNOWN, "cuda": kernels_cuda.UNKNOWN}
 
 
 def as_laid_out(device: Device, operator: Any, out: Any, args: Any) -> Any:
@@ -56,9 +56,10 @@ def has_scratch(device: Device, operator: Any) -> bool:
     return _scratch_row(device, operator) is not None
 
 
-def unknown_scratch(device: Device, operator: Any) -> str | None:
+def unknown_scratch(device: Device, operator: Any, args: Any) -> str | None:
     """One sentence where nothing tells beforehand what the device's kernel for ``operator`` allocates inside itself."""
-    return _UNKNOWN[device.kind].get(operator)
+    row = _UNKNOWN[device.kind].get(operator)
+    return None if row is None else row(*args)
 
 
 def _scratch_row(device: Device, operator: Any) -> Callable[..., int] | None:

@@ -4,8 +4,7 @@ See kernels.py for what the parts of a table are. A row that is no longer needed
 (tests/cpu/test_kernels.py and test_kernels_cpu.py).
 
 Missing: what oneDNN takes inside a product of bfloat16 matrices, which depends on the processor and not on how large they
-are (up to a few megabytes); recurrent layers. What oneDNN takes inside a convolution is counted as on a processor with AVX-512;
-its kernels' own buffers, tens of kilobytes, are not.
+are (up to a few megabytes); recurrent layers. Convolutions are in convolutions_cpu.py.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from memtrain.device import Cpu, Device
+from memtrain.trace import convolutions_cpu
 
 aten = torch.ops.aten
 
@@ -301,38 +301,16 @@ def _logits_loss(
     return 2 * elements
 
 
-def _blocked(tensor: Tensor, *channels: int) -> int:
-    """Bytes of a tensor in oneDNN's layout, in which channels come in blocks of 16."""
-    sizes = (-(-size // 16) * 16 if dim in channels else size for dim, size in enumerate(tensor.shape))
-    return math.prod(sizes) * tensor.element_size()
+def logsumexp(_: Device, input: Tensor, dims: list[int], *__: Any) -> int:
+    """The maxima, and the input less them (logsumexp_out_impl in ATen/native/ReduceOps.cpp)."""
+    reduced = math.prod(input.shape[dim] for dim in dims) if dims and input.dim() else input.numel()
+    return input.nbytes + input.nbytes // max(1, reduced)
 
 
-def _blocked_input(input: Tensor) -> int:
-    """The same of the input of a convolution, which stays as it is where its channels fill no block, as those of an image."""
-    return _blocked(input, 1) if input.shape[1] >= 16 else 0
-
-
-def _convolution(_: Cpu, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> int:
-    """Input and weight in oneDNN's layout beside the result in it, and then that beside the result as torch has it
-    (_mkldnn_convolution in ATen/native/mkldnn/Conv.cpp)."""
-    # Out of the recorder's sight.
-    with torch._C._DisableTorchDispatch():
-        out: Tensor = aten.convolution.default(input, weight, bias, *settings)
-    made = _blocked(out, 1)
-    return max(_blocked_input(input) + _blocked(weight, 0, 1) + made - out.numel() * out.element_size(), made)
-
-
-def _convolution_backward(_: Cpu, grad: Tensor, input: Tensor, weight: Tensor, bias: Any, *settings: Any) -> int:
-    """Gradient and weight in oneDNN's layout beside the gradient of the input in it, then that beside itself as torch has it, with
-    strides by way of one copy more; then gradient and input beside the gradient of the weight (mkldnn_convolution_backward)."""
-    stride, (of_input, of_weight, _of_bias) = settings[0], settings[-1]
-    inside = _blocked(grad, 1) + _blocked_input(input) if of_weight else 0
-    if of_input:
-        made = _blocked(input, 1)
-        at_once = max(_blocked(grad, 1) + _blocked(weight, 0, 1) + made, made * (3 if max(stride) > 1 else 2))
-        results = input.numel() + weight.numel() * of_weight
-        inside = max(inside, at_once - results * input.element_size())
-    return inside
+def count_nonzero(_: Device, input: Tensor, *__: Any) -> int:
+    """What is not zero as bools, and these as the integers that are added up (count_nonzero in
+    ATen/native/TensorAdvancedIndexing.cpp, make_reduction in ReduceOps.h)."""
+    return 9 * input.numel()
 
 
 def contiguous_copy(tensor: Tensor) -> int:
@@ -367,8 +345,6 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     "bitsandbytes::optimizer_update_8bit_blockwise": _bitsandbytes_update(5),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_group_norm.default: _group_norm,
@@ -376,4 +352,8 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(_MIXED, _cast_operands),
     aten.huber_loss.default: _huber_loss,
     aten.binary_cross_entropy_with_logits.default: _logits_loss,
+    aten.logsumexp.default: logsumexp,
+    aten.count_nonzero.dim_IntList: count_nonzero,
+    **convolutions_cpu.SCRATCH,
 }
+UNKNOWN: dict[Any, Callable[..., str | None]] = convolutions_cpu.UNKNOWN

@@ -21,7 +21,7 @@ from torch import Tensor
 from memtrain.device import Cuda
 from memtrain.trace import attention_cuda
 from memtrain.trace import attention_scratch_cuda as attention_scratch
-from memtrain.trace.kernels_cpu import contiguous_copy, contiguous_first, one_hot
+from memtrain.trace.kernels_cpu import contiguous_copy, contiguous_first, count_nonzero, logsumexp, one_hot
 
 aten = torch.ops.aten
 
@@ -141,18 +141,6 @@ def _safe_softmax(_: Cuda, input: Tensor, *__: Any, **___: Any) -> int:
     return input.numel() + input.numel() // max(1, input.shape[-1]) + input.element_size()
 
 
-def _logsumexp(_: Cuda, input: Tensor, dims: list[int], *__: Any) -> int:
-    """The maxima, and the input less them (logsumexp_out_impl in ATen/native/ReduceOps.cpp)."""
-    reduced = math.prod(input.shape[dim] for dim in dims) if dims else input.numel()
-    return input.nbytes + input.nbytes // max(1, reduced)
-
-
-def _count_nonzero(_: Cuda, input: Tensor, *__: Any) -> int:
-    """What is not zero as bools, and these as the integers that are added up (count_nonzero_cuda in
-    ATen/native/TensorAdvancedIndexing.cpp, make_reduction in ReduceOps.h)."""
-    return 9 * input.numel()
-
-
 def _layer_norm_backward(
     device: Cuda,
     grad: Tensor,
@@ -223,18 +211,18 @@ SCRATCH: dict[Any, Callable[..., int]] = {
     aten._fused_rms_norm.default: _first_contiguous,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
-    aten.logsumexp.default: _logsumexp,
-    aten.count_nonzero.default: _count_nonzero,
+    aten.logsumexp.default: logsumexp,
+    aten.count_nonzero.default: count_nonzero,
+    aten.count_nonzero.dim_IntList: count_nonzero,
 }
 
 _OF_CONVOLUTIONS = (
     "the workspaces of convolutions are not in the prediction: cuDNN chooses them at run time, larger where memory is free"
 )
 
-UNKNOWN: dict[Any, str] = {
-    aten.convolution.default: _OF_CONVOLUTIONS,
-    aten.convolution_backward.default: _OF_CONVOLUTIONS,
-}
+UNKNOWN: dict[Any, Callable[..., str | None]] = dict.fromkeys(
+    (aten.convolution.default, aten.convolution_backward.default), lambda *_: _OF_CONVOLUTIONS
+)
 """Operators whose scratch memory nothing tells beforehand, each with the sentence that says so."""
 
 # ---------------------------------------------------------------------- cuBLAS

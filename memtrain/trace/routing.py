@@ -62,8 +62,10 @@ def larger(simulate: Callable[[Routing], tuple[Trace, bool]]) -> Trace:
 
 def described(peaks: Mapping[Routing, int]) -> str:
     """What is said with a prediction that depends on the routing."""
+    balanced, uneven = (format_bytes(peaks[routing]) for routing in (Routing.BALANCED, Routing.UNEVEN))
+    if balanced == uneven:
+        return f"which experts the tokens choose decides what is allocated, and the peak is {balanced} evenly chosen or not"
     return (
-        f"which experts the tokens choose decides what these allocate: {format_bytes(peaks[Routing.BALANCED])} at the peak where "
-        f"all are chosen equally often, {format_bytes(peaks[Routing.UNEVEN])} where nearly all tokens choose the same, and the "
-        f"larger was taken"
+        f"which experts the tokens choose decides what is allocated: {balanced} at the peak where all are chosen equally often, "
+        f"{uneven} where nearly all tokens choose the same, and the larger was taken"
     )

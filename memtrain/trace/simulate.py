@@ -103,7 +103,7 @@ class DatalessRecorder(Recorder):
     def inside_kernel(self, func: Any, args: Any, kwargs: Any) -> None:
         if id(func) in self._plain:
             return
-        if (unknown := unknown_scratch(self._device, func)) is not None:
+        if (unknown := unknown_scratch(self._device, func, args)) is not None:
             self.assumed.setdefault(unknown)
         card = self._device if isinstance(self._device, Cuda) and uses_cublas(func) else None
         if card is None and not has_scratch(self._device, func):

@@ -106,14 +106,15 @@ class Values:
         if routed:
             _mark_routed(value)
         if self._asks_for_a_shape(func, packet, args):
-            self.followed_routing |= routed
+            # A mask that is known picks from what is not.
+            self.followed_routing |= self._routed and any(map(self._is_routed, tensors))
             out = self._shape_from_values(func, packet, args, kwargs, value)
         else:
             out = self._layouts.result(func, args, kwargs, lambda: _shape(func, args, kwargs, self._assume))
         if func._schema.is_mutable:
             self._keep_or_forget(func, args, kwargs, value)
         elif value is not None:
-            _attach(out, value)
+            self._attach(out, value)
         elif packet is aten.topk and self._routing is not None:
             self._route(self._routing, args[0], out[1])
         return out
@@ -134,18 +135,34 @@ class Values:
 
     def _route(self, routing: Routing, scores: Tensor, chosen: Tensor) -> None:
         """Take the indices of the largest scores for a router's choices among as many experts as there are scores."""
-        per_token = chosen.shape[-1]
-        if scores.dim() and scores.shape[:-1] == chosen.shape[:-1] and chosen.numel() <= _MOST_INTEGERS:
+        if scores.dim() and scores.shape[:-1] == chosen.shape[:-1] and 0 < chosen.numel() <= _MOST_INTEGERS:
+            per_token = chosen.shape[-1]
             value = choices(routing, chosen.numel() // per_token, per_token, scores.shape[-1]).view(chosen.shape)
             _mark_routed(value)
-            _attach(chosen, value)
             self._routed = True
+            self._attach(chosen, value)
 
     def _is_routed(self, tensor: Tensor) -> bool:
         value = self.value(tensor)
         return value is not None and "_memtrain_routed" in value.__dict__
 
     # ------------------------------------------------------------------ values
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        # Once a router was seen, integers follow from it, and so may sums over what they pick.
+        if "_memtrain_routed" in tensor.__dict__:
+            return tensor.numel() <= _MOST_ROUTED
+        return _is_small(tensor, _MOST_ROUTED if self._routed else _MOST_INTEGERS)
+
+    def _makes_small(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a factory makes a tensor whose value is worth keeping."""
+        shape = func(*args, **{**kwargs, "device": _META})
+        return isinstance(shape, Tensor) and self._is_small(shape)
+
+    def _attach(self, out: Any, value: Any) -> None:
+        for tensor, known in zip(tensors_in(out), tensors_in(value), strict=True):
+            if self._is_small(known):
+                tensor._memtrain_value = known  # type: ignore[attr-defined]
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor, or None where it is not known."""
@@ -161,17 +178,17 @@ class Values:
         if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__:
             return None
         if packet in _LIKE:
-            if not _is_small(tensors[0]) or kwargs.get("dtype", tensors[0].dtype).is_floating_point:
+            if not self._is_small(tensors[0]) or kwargs.get("dtype", tensors[0].dtype).is_floating_point:
                 return None
             stand_ins = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         else:
             stand_ins = []
             for tensor in tensors:
                 value = self.value(tensor)
-                if value is None or not _is_small(value):
+                if value is None or not self._is_small(value):
                     return None
                 stand_ins.append(value)
-            if not tensors and not _makes_small(func, args, kwargs):
+            if not tensors and not self._makes_small(func, args, kwargs):
                 return None
         remaining = iter(stand_ins)
         swap = _mapper(lambda _: next(remaining))
@@ -311,27 +328,13 @@ def _try(func: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
-def _attach(out: Any, value: Any) -> None:
-    for tensor, known in zip(tensors_in(out), tensors_in(value), strict=True):
-        if _is_small(known):
-            tensor._memtrain_value = known  # type: ignore[attr-defined]
-
-
 def _mark_routed(value: Any) -> None:
     for tensor in tensors_in(value):
         tensor._memtrain_routed = True  # type: ignore[attr-defined]
 
 
-def _is_small(tensor: Tensor) -> bool:
-    if "_memtrain_routed" in tensor.__dict__:
-        return tensor.numel() <= _MOST_ROUTED
-    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_INTEGERS)
-
-
-def _makes_small(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a factory makes a tensor whose value is worth keeping."""
-    shape = func(*args, **{**kwargs, "device": _META})
-    return isinstance(shape, Tensor) and _is_small(shape)
+def _is_small(tensor: Tensor, most_integers: int = _MOST_INTEGERS) -> bool:
+    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else most_integers)
 
 
 def _mapper(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:

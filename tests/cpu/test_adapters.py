@@ -155,6 +155,14 @@ def test_a_linear_layer_of_falcons_own_kind_gets_adapters() -> None:
     assert paths == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
 
 
+def test_a_router_made_from_a_linear_layer_gets_no_adapter() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 64}
+    model = build_model(source({"model_type": "llama4_text", "pad_token_id": 0, **sizes, **heads}), job(Lora(rank=RANK)))
+    assert any("q_proj" in path for path in trained(model))
+    assert not any("router" in path for path in trained(model))
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_what_trains_whole_in_32_bits_takes_and_gives_the_16_bits_around_it(name: str) -> None:
     model = load_model(llama(tied=False), job(Lora(rank=RANK, modules_to_save=(name,)), precision=Bf16()))

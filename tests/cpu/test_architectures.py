@@ -77,14 +77,17 @@ def test_every_architecture_goes_through_the_main_features_and_some_through_all(
 
 def test_only_a_difference_that_is_not_known_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = benchmark.Result
-    equal, refused = made("a", "fp32", "equal", events=10), made("a", "chunked", "refused", reason="why not.")
+    equal, refused = made("a", "fp32", "equal", events=10), made("gemma2", "chunked", "refused", reason="why not.")
     known, other = made("b", "fp32", "differs", 7, 2, reason="so."), made("b", "bf16", "differs", 7, 3)
     assert benchmark.report([equal, refused, known]) == 0
     assert "2 events differ (so.)" in capsys.readouterr().out
+    assert benchmark.report([equal, made("llama", "chunked", "refused", reason="why not.")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 refused, 1 of them not known; 0 s")
     assert benchmark.report([equal, refused, known, other], tmp_path / "out.json") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (
-        "architectures: 1 of 3 traces of 2 architectures equal, 24 events; 1 known to differ, 1 not known, 1 refused; 0 s"
+        "architectures: 1 of 3 traces of 3 architectures equal, 24 events; 1 known to differ, 1 not known, "
+        "1 refused, 0 of them not known; 0 s"
     )
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert written["summary"]["unknown_differences"] == 1

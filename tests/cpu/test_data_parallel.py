@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from parity import differences, events
 from test_parity import EVALUATION_ROWS, PROCESSOR, real_trace, shapes_of
 from torch import Tensor, nn
 from toys import CASES, Case, Mlp
@@ -33,7 +34,6 @@ from memtrain.plan import ChunkedLogits, DataParallel, EightBit, Plan, Recompute
 from memtrain.precision import AutocastFp16
 from memtrain.run import prepare
 from memtrain.trace.event import Kind, Phase, Trace
-from memtrain.trace.parity import differences, events
 from memtrain.trace.processes import processes_of
 from memtrain.trace.simulate import simulate
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memtrain.device import Cuda
-from memtrain.machine import cpu
 from memtrain.trace.event import Kind
 from memtrain.trace.kernels import _KERNELS, _RESULTS, _SCRATCH, as_laid_out, kernels_of, scratch_bytes, unknown_scratch
 from memtrain.trace.kernels_cuda import cublas_workspace_bytes, uses_cublas
@@ -179,10 +178,12 @@ def test_the_gradient_of_an_embedding_sorts_its_indices() -> None:
 def test_a_sum_of_exponentials_holds_the_maxima_and_the_input_less_them() -> None:
     assert scratch(aten.logsumexp.default, empty(6, 10), [-1]) == 4 * 60 + 4 * 6
     assert scratch(aten.logsumexp.default, empty(6, 10, dtype=HALF), [0, 1]) == 2 * 60 + 2
+    assert scratch(aten.logsumexp.default, empty(), [0]) == 4 + 4
 
 
 def test_counting_what_is_not_zero_adds_up_integers() -> None:
     assert scratch(aten.count_nonzero.default, empty(6, 10)) == (1 + 8) * 60
+    assert scratch(aten.count_nonzero.dim_IntList, empty(6, 10), [0]) == (1 + 8) * 60
 
 
 def test_one_hot_on_a_card_scatters_without_looking() -> None:
@@ -235,6 +236,7 @@ def test_every_row_has_a_test() -> None:
         aten.embedding_dense_backward.default,
         aten.logsumexp.default,
         aten.count_nonzero.default,
+        aten.count_nonzero.dim_IntList,
         FLASH,
         FLASH_BACKWARD,
         EFFICIENT,
@@ -245,9 +247,11 @@ def test_every_row_has_a_test() -> None:
 
 
 def test_convolutions_on_a_card_say_that_their_workspaces_are_not_predicted() -> None:
-    sentence = unknown_scratch(card(A100), aten.convolution.default)
+    sentence = unknown_scratch(card(A100), aten.convolution.default, ())
     assert sentence is not None
     assert sentence.startswith("the workspaces of convolutions are not in the prediction")
-    assert unknown_scratch(card(A100), aten.convolution_backward.default) == sentence
-    assert unknown_scratch(card(A100), aten.mm.default) is None
-    assert unknown_scratch(cpu(), aten.convolution.default) is None
+    assert unknown_scratch(card(A100), aten.convolution_backward.default, ()) == sentence
+    assert unknown_scratch(card(A100), aten.mm.default, ()) is None
+    with kernels_of(card(A100)), DatalessRecorder(card(A100)) as recorder:
+        F.conv2d(empty(1, 3, 8, 8), empty(16, 3, 3, 3))
+    assert recorder.trace().assumed == (sentence,)

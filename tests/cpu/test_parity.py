@@ -8,7 +8,9 @@ from dataclasses import is_dataclass, replace
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+import parity
 import pytest
+from parity import differences, events
 from toys import CASES, Case, batch
 
 import memtrain.job
@@ -41,9 +43,7 @@ from memtrain.plan import (
     Single,
 )
 from memtrain.precision import Bf16, Rounding
-from memtrain.trace import parity
 from memtrain.trace.event import DEVICE, HOST, Kind, Phase, Trace
-from memtrain.trace.parity import differences, events
 from memtrain.trace.processes import processes_of
 from memtrain.trace.simulate import RowShapes, dataless_model, simulate
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import differences, events, real_trace
 from test_parity import PROCESSOR, shapes_of
 from toys import VOCABULARY, Case, _causal
 
@@ -14,7 +15,7 @@ from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.build import FromConfig, source
 from memtrain.plan import Plan
 from memtrain.trace.event import Event, Kind, Phase, Trace
-from memtrain.trace.parity import differences, events, real_trace
+from memtrain.trace.kernels import kernels_of
 from memtrain.trace.routing import Routing, choices, larger
 from memtrain.trace.simulate import simulate
 from memtrain.trace.values import Values
@@ -194,3 +195,36 @@ def test_numbers_and_copies_that_follow_from_the_choices_are_said_to(question: A
 
 def test_what_is_only_computed_from_the_choices_follows_from_nothing() -> None:
     assert asked(Routing.BALANCED, lambda chosen: torch.sort(chosen.flatten())[1].shape) == ([], (20,), False)
+
+
+def test_more_one_hot_numbers_than_are_kept_elsewhere_still_follow_the_routing() -> None:
+    values = Values(pytest.fail, Routing.BALANCED)
+    with kernels_of(PROCESSOR), values.mode():
+        chosen = torch.empty(8192, 128, device=META).topk(8)[1]
+        mine = torch.nn.functional.one_hot(chosen, num_classes=128).permute(2, 1, 0)[3]
+        assert torch.where(mine)[0].numel() == 8192 * 8 // 128
+    assert values.followed_routing
+
+
+def test_a_mask_of_who_chose_an_expert_picks_rows_by_the_routing() -> None:
+    values = Values(pytest.fail, Routing.BALANCED)
+    with values.mode():
+        hidden = torch.empty(8, 5, device=META)
+        chosen = torch.empty(8, 4, device=META).topk(2)[1]
+        assert hidden[(chosen == 3).any(-1)].shape == (4, 5)
+    assert values.followed_routing
+
+
+def test_the_choice_of_none_is_no_routing() -> None:
+    values = Values(pytest.fail, Routing.BALANCED)
+    with values.mode():
+        assert torch.empty(8, 4, device=META).topk(0)[1].shape == (8, 0)
+    assert not values.followed_routing
+
+
+def test_equal_peaks_are_said_once() -> None:
+    found = larger(lambda routing: (held(1024), True))
+    assert (
+        found.assumed[1]
+        == "which experts the tokens choose decides what is allocated, and the peak is 1.00 KiB evenly chosen or not"
+    )

@@ -261,6 +261,19 @@ def test_a_model_that_does_not_run_without_data_is_refused_with_the_reason() -> 
         trainer(model=Counting(), data=data, eval_data=None).train()
 
 
+class Naming(Mlp):
+    """Looks a layer up by a value of its input."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(x * {"1.0": 1.0}[str(x.max())], target)
+
+
+def test_a_model_that_looks_a_value_up_is_refused_with_the_reason() -> None:
+    data = [CASES["plain_module"].row(number) for number in range(4)]
+    with pytest.raises(ValueError, match=r"Naming does not run without data \(KeyError: .*\): take what looks at values"):
+        trainer(model=Naming(), data=data, eval_data=None).train()
+
+
 def test_gradients_and_modes_of_the_users_module_are_not_mixed_into_the_run() -> None:
     data = [CASES["plain_module"].row(number) for number in range(4)]
 
