@@ -23,6 +23,8 @@ LAYERS = (
     ("memtrain.trace.event",),
     ("memtrain.memory",),
     ("memtrain.data", "memtrain.place", "memtrain.generators", "memtrain.distributed"),
+    ("memtrain.checkpoint",),
+    ("memtrain.checkpoint_writer",),
     ("memtrain.models",),
     ("memtrain.inputs",),
     ("memtrain.features",),
