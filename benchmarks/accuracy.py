@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def report(scored: Sequence[Scored], skipped: Sequence[Skipped], file: Path | No
         f"accuracy: {total['scored']} scored, {total['skipped']} skipped, median error {_percent(total['median_error'])}, "
         f"90th percentile {_percent(total['p90_error'])}, median signed error {_percent(total['median_signed_error'], '+')}, "
         f"under by more than 1 % {_percent(total['under_1pct'])}, than 3 % {_percent(total['under_3pct'])}, "
-        f"out of memory {total['oom_right']} of {total['oom_total']} right"
+        f"out of memory {total['oom_right']} of {total['oom_total']} right, {total['unfit']} that trained called too large"
     )
     if bound is None:
         return 0
@@ -131,10 +132,27 @@ def _percent(fraction: float | None, sign: str = "") -> str:
     return "none" if fraction is None else f"{100 * fraction:{sign}.4f} %"
 
 
+def _check(records: Sequence[Record], asked: argparse.Namespace) -> None:
+    """Refuse before anything is simulated what would lose its results.
+
+    Raises:
+        ValueError: there are no records, two have one id, or a file cannot be written.
+    """
+    if not records:
+        raise ValueError(f"{', '.join(map(str, asked.records))} holds no record: give one JSON object a line.")
+    twice = [name for name, count in Counter(record.id for record in records).items() if count > 1]
+    if twice:
+        raise ValueError(f"the id {twice[0]!r} is in two files: give each record its own.")
+    for file in (asked.json, asked.published):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{file} cannot be written, since its folder is not there: make it first.")
+
+
 def main(asked: argparse.Namespace) -> int:
     """Simulate the records of the files, report, and return the exit code."""
     try:
         records = [record for file in asked.records for record in read(file)]
+        _check(records, asked)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -146,9 +164,10 @@ def main(asked: argparse.Namespace) -> int:
                 print(f"{prediction.id}: {prediction.seconds:.1f} s", file=sys.stderr)
 
         scored, skipped = scores(records, asked, folder, told)
+    code = report(scored, skipped, asked.json, asked.bound)
     if asked.published is not None:
         page.write(asked.published, scored, " ".join(("python benchmarks/accuracy.py", *_shown(asked))))
-    return report(scored, skipped, asked.json, asked.bound)
+    return code
 
 
 def _shown(asked: argparse.Namespace) -> tuple[str, ...]:

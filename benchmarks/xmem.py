@@ -47,6 +47,8 @@ IMAGES = "torchvision-0.21.0"
 TORCH = "2.6.0"
 MIB = 2**20
 LARGE_BATCH = 16
+# Without these there is nothing to simulate, or to compare with.
+_NEEDED = ("model", "optimizer", "batch_size", "gpu", "ground_bytes", "total_gpu_memory", "real_oom")
 LOADED_BYTES: Mapping[str, int] = {
     "NVIDIA GeForce RTX 3060": 0,
     "NVIDIA GeForce RTX 4060": 0,
@@ -86,6 +88,8 @@ def predict(line: Mapping[str, Any]) -> Prediction:
     """The prediction of a record; a failure is told and not raised."""
     from published.run import NotExpressible
 
+    if missing := [name for name in _NEEDED if line.get(name) is None or (line[name] == 0 and line[name] is not False)]:
+        return Prediction(line["id"], skipped=f"the record does not say {' and '.join(missing)}.")
     try:
         return _simulated(line)
     except NotExpressible as reason:
@@ -130,9 +134,13 @@ def read(file: Path) -> list[dict[str, Any]]:
         Failed: it cannot be read.
     """
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise Failed(f"{file} cannot be read ({error}): give a file of JSON objects, one a line.") from error
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        names = [line["id"] for line in lines]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Failed(f"{file} cannot be read ({error}): give a file of JSON objects with an id, one a line.") from error
+    if not lines or len(set(names)) < len(names):
+        raise Failed(f"{file} has {len(lines)} records with {len(set(names))} ids: give one or more, each with its own.")
+    return lines
 
 
 def environment(record: Mapping[str, Any]) -> str:
@@ -273,9 +281,10 @@ def _median(values: Any) -> float | None:
 
 
 def tools_beside(records: Sequence[Mapping[str, Any]], found: Sequence[Result]) -> dict[str, Aggregate]:
-    """The study's figures for memtrain and for its tools, over the records that have an estimate of each."""
-    ours = [Score(one.error, one.c1, one.c2, one.saved_bytes) for one in found]
-    theirs = {tool: [one for record in records if (one := score_of_tool(record, tool))] for tool in TOOLS}
+    """The study's figures for memtrain and for its tools, over the records that have an estimate of each, and ours of all."""
+    ours, told = [Score(one.error, one.c1, one.c2, one.saved_bytes) for one in found], {one.id for one in found}
+    same = [record for record in records if record["id"] in told]
+    theirs = {tool: [one for record in same if (one := score_of_tool(record, tool))] for tool in TOOLS}
     return {"memtrain": aggregate(ours), **{tool: aggregate(scores) for tool, scores in theirs.items()}}
 
 

@@ -37,7 +37,7 @@ def card(text: str) -> tuple[Cuda, tuple[str, ...]]:
     """The card that ``gpus.type`` names; one that is described nowhere is taken for the nearest, which is said."""
     words = text.lower()
     for part, (like, multiprocessors, memory) in _LIKE.items():
-        if part in words:
+        if re.search(rf"{part}(?!\d)", words):
             near = _described(like)
             # Of the stated bytes about as much is usable as of the described card's.
             usable = int(parse_bytes(memory) * near.usable_bytes / parse_bytes("24GB"))

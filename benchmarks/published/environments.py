@@ -194,7 +194,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes"):
+    for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "litgpt", "lightning"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -27,8 +27,9 @@ from published.record import Record
 # Tokens that fms-hf-tuning adds by the size of a vocabulary (set_special_tokens_dict in data/tokenizer_utils.py): Llama's first
 # tokenizers have none for padding, and that of Llama 3, which is no LlamaTokenizer, none for unknown words either.
 _ADDED = {32000: 1, 128256: 2}
-# Embeddings and head are cut to the tokens there are: 49152, five more of the tokenizer and the one for padding.
-_TOKENS = {"gpt_bigcode": 49158}
+# santacoder's embeddings and head are cut from 49280 to the tokens there are: 49152, five more of the tokenizer and the one for
+# padding.
+_CUT = {49280: 49158}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def source(record: Record) -> FmsModel:
 
 def _as_trained_on(kind: str, settings: Mapping[str, Any], record: Record) -> dict[str, Any]:
     """The published settings, with the tokens that there were and room for the rows."""
-    tokens = _TOKENS.get(kind, settings["vocab_size"] + _ADDED.get(settings["vocab_size"], 0))
+    published = settings["vocab_size"]
+    tokens = _CUT.get(published, published + _ADDED.get(published, 0))
     room = {} if "n_positions" in settings else {"max_position_embeddings": record.seq_len}
     window = {"sliding_window": 4096} if kind == "mistral" else {}
     return {**settings, **room, **window, "vocab_size": tokens}

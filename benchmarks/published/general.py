@@ -98,7 +98,7 @@ def express(record: Record) -> PublishedRun:
 def _check(record: Record) -> None:
     if record.scope not in ("train_step", "fwd_bwd"):
         raise NotExpressible(f"the scope {record.scope!r} is not a training step")
-    if record.offload not in ("none", ""):
+    if record.offload.lower() not in ("none", "no", "false", ""):
         raise NotExpressible(f"the offload {record.offload!r} is not in memtrain")
     if record.compile:
         raise NotExpressible("the model is compiled, and what torch.compile fuses is not predicted")
@@ -112,7 +112,7 @@ def _sharding(record: Record) -> Sharding:
     from memtrain.plan import DataParallel, Single
 
     count, words = int(record.gpus.get("count", 1)), record.sharding.lower()
-    if words in ("none", "") and count == 1:
+    if words in ("none", "no", "single", "no sharding", "") and count == 1:
         return Single()
     if words in ("ddp", "data parallel", "distributeddataparallel") and count > 1:
         return DataParallel(count)

@@ -291,7 +291,9 @@ def model_config(record: Record) -> tuple[str, dict[str, Any]]:
     Raises:
         NotExpressible: the name is unknown, and the record's architecture is missing or of no kind that is known.
     """
-    known = _by_spelling().get(spelled(record.model))
+    table, name = _by_spelling(), spelled(record.model)
+    # Publishers call the model that is not tuned for chats by this word, and some models have it in their own name.
+    known = table.get(name) or table.get(name.removesuffix("base"))
     if known is not None:
         kind, settings = known
         return kind, dict(settings)

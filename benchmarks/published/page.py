@@ -33,7 +33,7 @@ def text(scored: Sequence[Scored], command: str) -> str:
             "",
             f"    {command}",
             "",
-            "Libraries, by when a run was made:",
+            "Libraries that simulated them, for runs of different years:",
             "",
             *(f"- {one}" for one in versions),
             "",

@@ -66,13 +66,42 @@ class Record:
     def of(cls, line: Mapping[str, Any]) -> Record:
         """The record of one parsed line; keys that it does not know are left out, and nulls are the defaults."""
         known = {one.name for one in fields(cls)}
-        said: dict[str, Any] = {name: value for name, value in line.items() if name in known and value is not None}
+        said: dict[str, Any] = {name: _plain(value) for name, value in line.items() if name in known and value is not None}
+        said["id"] = str(said["id"])
         for name in ("lora_targets", "assume"):
             if name in said:
                 said[name] = (said[name],) if isinstance(said[name], str) else tuple(said[name])
         for name in ("arch", "gpus"):
-            said[name] = {key: value for key, value in said.get(name, {}).items() if value is not None}
+            given = said.get(name, {})
+            # A word in place of the whole says nothing that is asked for.
+            said[name] = {key: _plain(value) for key, value in dict(given).items() if value is not None} if _maps(given) else {}
+        for name in ("peak_value", "peak_gib"):
+            if name in said:
+                said[name] = float(said[name])
+        for name in (
+            "checkpointing",
+            "attention",
+            "loss",
+            "precision",
+            "optimizer",
+            "sharding",
+            "offload",
+            "method",
+            "outcome",
+        ):
+            if name in said:
+                said[name] = str(said[name])
+        said["outcome"] = said.get("outcome", "ok").lower()
         return cls(**said)
+
+
+def _maps(given: Any) -> bool:
+    return isinstance(given, Mapping)
+
+
+def _plain(value: Any) -> Any:
+    """A whole number as one, whatever it was written as."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read(file: Path) -> Iterator[Record]:
@@ -82,7 +111,7 @@ def read(file: Path) -> Iterator[Record]:
         ValueError: it cannot be read, a line is no record, or two have one id.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read ({error}): give a file of JSON objects, one a line.") from error
     seen: set[str] = set()
@@ -91,7 +120,7 @@ def read(file: Path) -> Iterator[Record]:
             continue
         try:
             record = Record.of(json.loads(line))
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} of {file} is no record ({error}): give one JSON object a line.") from error
         if record.id in seen:
             raise ValueError(f"line {number} of {file} has the id {record.id!r} of a line before: give each record its own.")

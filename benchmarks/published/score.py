@@ -58,8 +58,17 @@ def why_not(record: Record, qualities: Sequence[str], core: bool, scopes: Sequen
         return "not of the core subset that was asked for"
     if record.scope not in scopes:
         return f"the scope {record.scope!r} is no whole step"
-    if record.outcome == "ok" and not record.peak_gib:
-        return "no peak was published"
+    if record.outcome not in ("ok", "oom"):
+        return f"the outcome {record.outcome!r} is neither ok nor oom"
+    if record.outcome == "ok" and not (record.peak_gib or (record.unit == "bytes" and record.peak_value)):
+        return "no peak was published, in bytes or in GiB"
+    for name, value in (
+        ("batch size", record.batch_size_per_gpu),
+        ("length", record.seq_len),
+        ("accumulation", record.grad_accum),
+    ):
+        if value is not None and (type(value) is not int or value < 1):
+            return f"the {name} {value!r} is no whole number of 1 or more"
     return ""
 
 
@@ -137,6 +146,8 @@ def summary(scored: Sequence[Scored], skipped: Sequence[Skipped]) -> dict[str, A
         **_of(errors),
         "oom_right": sum(ooms),
         "oom_total": len(ooms),
+        # Runs that trained and would have been called too large for their card.
+        "unfit": sum(one.oom_right is None and one.prediction.total_bytes > one.prediction.usable_bytes > 0 for one in scored),
         "clusters": len(by_cluster(scored)),
         "median_error_of_clusters": _median([abs(found["median_error"]) for found in by_cluster(scored).values()]),
     }

@@ -38,6 +38,17 @@ def _has(text: str, *words: str) -> bool:
     return any(word in text for word in words)
 
 
+def _said(text: str) -> str:
+    """The words in lower case, without what they deny.
+
+    >>> _said("AdamW (torch, not fused)"), _said("SGD, no momentum"), _said("foreach=False")
+    ('adamw (torch, )', 'sgd, ', '')
+    """
+    return re.sub(
+        r"\b(?:not|no|without)\s+[\w-]+|\bunfused\b|[\w-]+\s*=\s*(?:false|0)\b|[\w-]+ (?:off|disabled)\b", "", text.lower()
+    )
+
+
 # ---------------------------------------------------------------------- number formats
 
 
@@ -157,7 +168,28 @@ class Rule:
     assumed: Sentences = ()
 
 
-_UNKNOWN_RULES = ("galore", "apollo", "lomo", "badam", "shampoo", "soap", "sophia", "4bit", "4-bit", "came", "muon", "lisa")
+_UNKNOWN_RULES = (
+    "rmsprop",
+    "lamb",
+    "adagrad",
+    "prodigy",
+    "ademamix",
+    "nadam",
+    "schedule-free",
+    "schedulefree",
+    "galore",
+    "apollo",
+    "lomo",
+    "badam",
+    "shampoo",
+    "soap",
+    "sophia",
+    "4bit",
+    "4-bit",
+    "came",
+    "muon",
+    "lisa",
+)
 
 
 def update_rule(text: str) -> Rule:
@@ -166,7 +198,7 @@ def update_rule(text: str) -> Rule:
     Raises:
         NotExpressible: it is none of memtrain's.
     """
-    words = text.lower()
+    words = _said(text)
     if _has(words, *_UNKNOWN_RULES):
         raise NotExpressible(f"the optimizer {text!r} is not in memtrain")
     if _has(words, "cpu", "offload", "host"):
@@ -218,12 +250,12 @@ def activations(text: str, method: str) -> tuple[Activations, Sentences]:
         return Recompute(every=int(every[1])), guess
     if _has(words, "selective", "per-op"):
         return RecomputeSelective(), (*guess, "selective checkpointing keeps products and attention, and no other operator")
-    if _has(words, "full", "on)", "true", "yes", "gradient checkpointing", "per-layer"):
-        return Recompute(), guess
     if not words:
         return Keep(), ("nothing is recomputed, since the record says nothing of it",)
-    if _has(words, "none", "off", "false", "no"):
+    if re.search(r"\b(none|no|not|off|false|disabled|without)\b", words):
         return Keep(), guess
+    if re.search(r"full|\bon\b|true|yes|enabled|(gradient|activation) checkpointing|per-layer", words.replace("_", " ")):
+        return Recompute(), guess
     raise NotExpressible(f"the checkpointing {text!r} is of no kind that is known")
 
 
@@ -268,8 +300,8 @@ def loss(text: str, tokens: int, fused_tokens: int = 1024) -> Loss:
     Raises:
         NotExpressible: they tell of no loss that is known.
     """
-    words = text.lower()
-    if _has(words, "linear ce", "linear cross", "cut cross", "cce", "liger") and not _has(words, "no cce"):
+    words = _said(text)
+    if _has(words, "linear ce", "linear cross", "cut cross", "cce", "liger"):
         return Loss(chunk_tokens=fused_tokens, assumed=(f"the fused head and loss takes {fused_tokens} tokens at once",))
     if "chunk" in words:
         return _chunked(words, tokens)

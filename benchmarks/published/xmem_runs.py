@@ -64,7 +64,7 @@ class Setting:
     batch_size: int
     gpu: str
     total_gpu_memory: int
-    effective_zero_grad: str
+    effective_zero_grad: str = "grads_freed_before_forward"
     seq_len: int | None = None
     seq_padding: str = ""
     attn_impl_inferred: str = "eager"

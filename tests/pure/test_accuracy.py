@@ -155,7 +155,7 @@ def test_the_report_prints_each_record_and_groups_what_is_skipped(tmp_path: Path
     assert "    2  it is sharded: a-1, a-2" in said
     assert said[-1] == (
         "accuracy: 1 scored, 2 skipped, median error 2.0000 %, 90th percentile 2.0000 %, median signed error +2.0000 %, "
-        "under by more than 1 % 0.0000 %, than 3 % 0.0000 %, out of memory 1 of 1 right"
+        "under by more than 1 % 0.0000 %, than 3 % 0.0000 %, out of memory 1 of 1 right, 0 that trained called too large"
     )
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["summary"]["median_error"] == pytest.approx(0.02)
@@ -254,9 +254,54 @@ def test_records_are_read_and_nulls_are_the_defaults(tmp_path: Path) -> None:
         list(read(file))
 
 
-def test_a_file_without_records_is_said_and_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert accuracy.main(Namespace(records=[tmp_path / "nothing.jsonl"])) == 2
-    assert "nothing.jsonl cannot be read" in capsys.readouterr().err
+def test_what_would_lose_its_results_is_refused_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*files: Path, json: Path | None = None) -> str:
+        assert accuracy.main(Namespace(records=list(files), json=json, published=None)) == 2
+        return capsys.readouterr().err
+
+    one, other, empty = (tmp_path / name for name in ("one.jsonl", "other.jsonl", "empty.jsonl"))
+    empty.write_text("\n", encoding="utf-8")
+    for file in (one, other):
+        file.write_text('{"id": "a"}\n', encoding="utf-8")
+    assert "nothing.jsonl cannot be read" in said(tmp_path / "nothing.jsonl")
+    assert "empty.jsonl holds no record: give one JSON object a line." in said(empty)
+    assert "the id 'a' is in two files: give each record its own." in said(one, other)
+    assert "since its folder is not there: make it first." in said(one, json=tmp_path / "none" / "found.json")
+
+
+def test_numbers_are_read_however_they_are_written() -> None:
+    told = Record.of(
+        {
+            "id": 7,
+            "peak_value": "3.25",
+            "batch_size_per_gpu": 2.0,
+            "arch": {"layers": 2.0},
+            "checkpointing": True,
+            "outcome": "OOM",
+        }
+    )
+    assert (told.id, told.peak_value, told.batch_size_per_gpu, told.arch) == ("7", 3.25, 2, {"layers": 2})
+    assert (told.checkpointing, told.outcome) == ("True", "oom")
+    assert Record.of({"id": "a", "arch": "llama"}).arch == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"outcome": "hung"}, "the outcome 'hung' is neither ok nor oom"),
+        ({"peak_gib": None}, "no peak was published, in bytes or in GiB"),
+        ({"batch_size_per_gpu": 0.5}, "the batch size 0.5 is no whole number of 1 or more"),
+    ],
+)
+def test_what_no_run_can_be_is_skipped_with_the_reason(changed: dict[str, Any], reason: str) -> None:
+    assert score.why_not(replace(RECORD, **changed), (RECORD.quality,), False) == reason
+
+
+def test_a_run_that_trained_and_is_predicted_above_its_card_is_counted() -> None:
+    found = scored(RECORD, replace(prediction(10.2), total_bytes=2, usable_bytes=1))
+    assert score.summary([found], [])["unfit"] == 1
 
 
 def test_a_record_goes_to_its_family() -> None:

@@ -337,3 +337,28 @@ def test_an_unknown_model_is_built_from_its_architecture() -> None:
 def test_a_model_of_unknown_shape_is_refused(arch: dict[str, object], reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
         model_config(record("someone/new", **arch))
+
+
+@pytest.mark.parametrize(
+    "text", ["no gradient checkpointing", "gradient checkpointing off", "none (full activations kept)", "disabled"]
+)
+def test_what_is_denied_is_not_recomputed(text: str) -> None:
+    assert words.activations(text, "full")[0] == Keep()
+
+
+@pytest.mark.parametrize("text", ["enabled", "activation checkpointing", "HF gradient_checkpointing", "on"])
+def test_more_words_for_recomputing_every_block(text: str) -> None:
+    assert words.activations(text, "full")[0] == Recompute()
+
+
+def test_what_is_denied_of_an_update_is_left_out() -> None:
+    assert words.update_rule("sgd (no momentum)").optimizer == Sgd(momentum=0.0)
+    assert words.update_rule("adamw, not fused").kernel == Foreach()
+    assert words.update_rule("adamw (unfused)").kernel == Foreach()
+    assert words.update_rule("adamw, not paged").state == OnDevice()
+
+
+@pytest.mark.parametrize("text", ["RMSprop", "LAMB", "Prodigy", "NAdam"])
+def test_a_rule_of_another_kind_is_no_adamw(text: str) -> None:
+    with pytest.raises(NotExpressible, match="is not in memtrain"):
+        words.update_rule(text)

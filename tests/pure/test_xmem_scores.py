@@ -163,5 +163,19 @@ def test_the_libraries_of_each_record_are_described() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(xmem.Failed, match=r"nothing.jsonl cannot be read .*: give a file of JSON objects, one a line"):
+    with pytest.raises(
+        xmem.Failed, match=r"nothing.jsonl cannot be read .*: give a file of JSON objects with an id, one a line"
+    ):
         xmem.read(tmp_path / "nothing.jsonl")
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text('{"id": "a"}\n{"id": "a"}\n', encoding="utf-8")
+    with pytest.raises(xmem.Failed, match=r"twice.jsonl has 2 records with 1 ids: give one or more, each with its own"):
+        xmem.read(twice)
+
+
+def test_a_record_without_what_decides_is_skipped_with_what_is_missing() -> None:
+    told = xmem.predict({"id": "a", "model": "gpt2", "ground_bytes": 0})
+    assert (
+        told.skipped
+        == "the record does not say optimizer and batch_size and gpu and ground_bytes and total_gpu_memory and real_oom."
+    )
