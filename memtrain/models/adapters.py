@@ -100,15 +100,18 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _maps_features(layer: nn.Linear) -> bool:
-    """Whether forward takes a row of inputs to one of outputs, tried without data."""
+    """Whether forward takes rows of inputs to rows of outputs, in two or in three dimensions; tried without data."""
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
-    row = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
-    try:
-        out = torch.func.functional_call(layer, bare, (row,))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return isinstance(out, Tensor) and out.shape == (1, layer.out_features)
+    for rows in ((1,), (1, 1)):
+        given = torch.empty(*rows, layer.in_features, dtype=layer.weight.dtype, device="meta")
+        try:
+            out = torch.func.functional_call(layer, bare, (given,))
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError):
+            continue
+        if isinstance(out, Tensor) and out.shape == (*rows, layer.out_features):
+            return True
+    return False
 
 
 def is_transposed(module: nn.Module) -> bool:

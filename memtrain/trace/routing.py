@@ -14,7 +14,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from memtrain.memory.timeline import MemoryTimeline
+from memtrain.device import Device
+from memtrain.memory.footprint import footprint
 from memtrain.trace.event import Trace
 from memtrain.units import format_bytes
 
@@ -45,17 +46,24 @@ def choices(routing: Routing, tokens: int, per_token: int, experts: int) -> Tens
     return chosen
 
 
-def larger(simulate: Callable[[Routing], tuple[Trace, bool]]) -> Trace:
+def larger(simulate: Callable[[Routing], tuple[Trace, bool]], device: Device | None = None) -> Trace:
     """The trace of the assumption that takes more memory, which says the peaks of both.
 
     Args:
         simulate: the trace under an assumption, and whether anything depended on it; where nothing did, one run says all.
+        device: a card takes what its allocator makes of a trace; without one the trace's own bytes count.
     """
     trace, depends = simulate(Routing.BALANCED)
     if not depends:
         return trace
-    traces = {Routing.BALANCED: trace, Routing.UNEVEN: simulate(Routing.UNEVEN)[0]}
-    peaks = {routing: MemoryTimeline(found).peak_bytes for routing, found in traces.items()}
+    try:
+        uneven, _ = simulate(Routing.UNEVEN)
+    except (RuntimeError, ValueError, LookupError) as error:
+        # It trains where the tokens are spread, and that is what is asked.
+        said = f"all experts are taken to be chosen equally often: with one token for an expert the model fails ({error})"
+        return replace(trace, assumed=(*trace.assumed, said))
+    traces = {Routing.BALANCED: trace, Routing.UNEVEN: uneven}
+    peaks = {routing: footprint(found, device).total_device_bytes for routing, found in traces.items()}
     found = traces[max(peaks, key=peaks.__getitem__)]
     return replace(found, assumed=(*found.assumed, described(peaks)))
 
@@ -63,8 +71,8 @@ def larger(simulate: Callable[[Routing], tuple[Trace, bool]]) -> Trace:
 def described(peaks: Mapping[Routing, int]) -> str:
     """What is said with a prediction that depends on the routing."""
     balanced, uneven = (format_bytes(peaks[routing]) for routing in (Routing.BALANCED, Routing.UNEVEN))
-    if balanced == uneven:
-        return f"which experts the tokens choose decides what is allocated, and the peak is {balanced} evenly chosen or not"
+    if peaks[Routing.BALANCED] == peaks[Routing.UNEVEN]:
+        return f"which experts the tokens choose moves what is allocated, but not the peak: {balanced} under an even and an uneven choice"
     return (
         f"which experts the tokens choose decides what is allocated: {balanced} at the peak where all are chosen equally often, "
         f"{uneven} where nearly all tokens choose the same, and the larger was taken"

@@ -198,7 +198,7 @@ def simulate(
     def simulated(assumed: Routing) -> tuple[Trace, bool]:
         return _simulated(job, plan, source, rows, device, evaluation_rows, assumed)
 
-    return larger(simulated) if routing is None else simulated(routing)[0]
+    return larger(simulated, device) if routing is None else simulated(routing)[0]
 
 
 def _simulated(

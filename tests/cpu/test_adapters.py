@@ -18,7 +18,7 @@ from toys import BYTES, CASES, VOCABULARY, Mlp, batch
 from memtrain.data.rows import Batch
 from memtrain.job import Job
 from memtrain.method import Lora, Method, Nf4, Quantization, Unquantized
-from memtrain.models.adapters import add_adapters_
+from memtrain.models.adapters import add_adapters_, is_linear
 from memtrain.models.build import ModelSource, source
 from memtrain.models.load import build_model, load_model
 from memtrain.models.quietly import quietly
@@ -153,6 +153,20 @@ def test_a_linear_layer_of_falcons_own_kind_gets_adapters() -> None:
     model = build_model(falcon, job(Lora(rank=RANK)))
     paths = {path.split(".lora_")[0].rpartition(".")[2] for path in trained(model)}
     assert paths == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+def test_a_linear_layer_that_asks_for_three_dimensions_gets_adapters() -> None:
+    class ThreeDimensional(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            assert input.dim() == 3
+            return super().forward(input)
+
+    class Missing(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input * self.absent
+
+    assert is_linear(ThreeDimensional(4, 6))
+    assert not is_linear(Missing(4, 6))
 
 
 def test_a_router_made_from_a_linear_layer_gets_no_adapter() -> None:

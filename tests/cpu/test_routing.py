@@ -224,7 +224,17 @@ def test_the_choice_of_none_is_no_routing() -> None:
 
 def test_equal_peaks_are_said_once() -> None:
     found = larger(lambda routing: (held(1024), True))
-    assert (
-        found.assumed[1]
-        == "which experts the tokens choose decides what is allocated, and the peak is 1.00 KiB evenly chosen or not"
+    assert found.assumed[1] == (
+        "which experts the tokens choose moves what is allocated, but not the peak: 1.00 KiB under an even and an uneven choice"
+    )
+
+
+def test_a_model_that_fails_with_one_token_for_an_expert_is_predicted_evenly() -> None:
+    def simulated(routing: Routing) -> tuple[Trace, bool]:
+        if routing is Routing.UNEVEN:
+            raise ValueError("more than 1 value per channel")
+        return held(1024), True
+
+    assert larger(simulated).assumed[1] == (
+        "all experts are taken to be chosen equally often: with one token for an expert the model fails (more than 1 value per channel)"
     )
