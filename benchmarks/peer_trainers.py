@@ -252,7 +252,7 @@ def _memtrain(task: Task, contender: Contender, model: Any, measures: bool) -> _
     )
     choice = trainer.choice
     if not measures:
-        trainer._meter = _Unmeasured()
+        trainer._session.meter = _Unmeasured()
 
     def train() -> list[float]:
         return [row["loss"] for row in trainer.train().metrics if "loss" in row]

@@ -1,7 +1,8 @@
 """``python -m memtrain [recipe=NAME] [key=value …]``: plan a training step inside a memory budget, then train with it.
 
 Every job of the command line is composed and checked before the first one loads torch, so a mistake in any of them is
-reported at once. Exit codes: 0 done, 1 a job failed, 2 the command line or a recipe is wrong, 130 interrupted.
+reported at once. Exit codes: 0 done, 1 a job failed, 2 the command line or a recipe is wrong; of a run that was told to stop 130
+(Ctrl-C) or 143 (SIGTERM), saved unless Ctrl-C came twice, and 75 where run.stop_seconds were not enough to save.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(jobs)
     except KeyboardInterrupt:
-        print("\nmemtrain: interrupted; what was logged stays in the run's folder, and no model was saved.", file=sys.stderr)
+        print("\nmemtrain: interrupted.", file=sys.stderr)
         return 130
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtrain.device import Cpu, Cuda, Device
-from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, Sgd
+from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, NotFinite, Sgd
 from memtrain.plan import (
     DuringBackward,
     EightBit,
@@ -57,6 +57,11 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             raise PlanRefused(
                 "an update during backward changes weights before the whole gradient is known to be finite, which the loss scale "
                 "of precision autocast_fp16 needs: set precision to autocast_bf16 or update after backward."
+            )
+        if job.on_not_finite == NotFinite.SKIP:
+            raise PlanRefused(
+                "an update during backward changes weights before the whole gradient is known to be finite, so that on_not_finite "
+                "skip comes too late: set on_not_finite to stop or update after backward."
             )
         if ranks > 1:
             raise PlanRefused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections.abc import Collection, Mapping
@@ -22,16 +23,16 @@ class Writer:
     A checkpoint that cannot be written ends no run: what went wrong comes back as a sentence, told once.
     """
 
-    def __init__(self, folder: Path, keep: int, *, asynchronous: bool = True) -> None:
+    def __init__(self, folder: Path, keep: int, *, copy_bytes: int = 0) -> None:
         """
         Args:
             keep: so many of the latest checkpoints stay, at least 1.
-            asynchronous: :meth:`save` waits for a copy in host memory alone, as large as the tensors, and a thread writes
-                it. Otherwise nothing is copied, and it waits for the disk.
+            copy_bytes: host memory that copies may take. Where that is as much as the tensors, :meth:`save` waits for the copy
+                alone, and a thread writes it; where it is less, nothing is copied, and it waits for the disk.
         """
         self._folder = folder
         self._keep = keep
-        self._asynchronous = asynchronous
+        self._copy_bytes = copy_bytes
         self._thread: threading.Thread | None = None
         self._wrong: Exception | None = None
 
@@ -48,12 +49,16 @@ class Writer:
         before = self.wait()
         # Plain data changes as the run goes on, too.
         plain = json.loads(json.dumps(dict(facts)))
-        copies = _copies(groups) if self._asynchronous else None
+        size = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
+        copies = _copies(groups) if size <= self._copy_bytes else None
         if copies is None:
             self._write(step, groups, plain, {step, *also})
             return " ".join(filter(None, (before, self.wait()))) or None
-        # No daemon: a program that comes to its end waits for it.
-        self._thread = threading.Thread(target=self._write, args=(step, copies, plain, {step, *also}), name="checkpoint")
+        # A program that ends waits for a checkpoint, unless it was told to end at once.
+        atexit.register(self._join)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copies, plain, {step, *also}), name="checkpoint", daemon=True
+        )
         self._thread.start()
         return before
 
@@ -64,23 +69,33 @@ class Writer:
         except Exception as error:
             self._wrong = error
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a copy is on its way to the disk."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> str | None:
         """Wait until what was saved is on the disk; why it could not be written, if so.
 
         What is no trouble of the disk is raised as it is.
         """
-        if self._thread is not None:
-            self._thread.join()
-            # Its copies go with it.
-            self._thread = None
+        self._join()
         wrong, self._wrong = self._wrong, None
         if wrong is not None and not isinstance(wrong, NotWritten | NotReadable):
             raise wrong
         return None if wrong is None else str(wrong)
 
-    def close(self) -> str | None:
-        """Wait for the last checkpoint; as :meth:`wait`."""
-        return self.wait()
+    def abandon(self) -> None:
+        """Let what is being written be cut off by the end of the program; the checkpoints before it stay."""
+        atexit.unregister(self._join)
+        self._thread = None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            # Its copies go with it.
+            self._thread = None
+            atexit.unregister(self._join)
 
 
 def _copies(groups: Groups) -> Groups | None:

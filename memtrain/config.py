@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from memtrain.check import check
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
-from memtrain.job import Approximation, Job, Optimizer, Schedule, approximations
+from memtrain.job import Approximation, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
 from memtrain.machine import facts, stated_budget
 from memtrain.method import Full, Method, Quantization
 from memtrain.metrics import RunFolder
@@ -32,6 +32,12 @@ CONFIGS = facts("configs")
 RECIPES = facts("recipes")
 
 MODES = ("train", "plan", "optimizers")
+# fmt: off
+_AS_WRITTEN = (
+    "recipe", "mode", "seed", "global_batch_size", "steps", "epochs", "evaluate_every", "checkpoint_every", "keep_checkpoints",
+    "resume", "max_grad_norm",
+)
+# fmt: on
 
 
 def recipes() -> dict[str, str]:
@@ -74,6 +80,7 @@ class DataSettings:
     sequence_length: int
     held_out: float
     eval_path: str | None
+    workers: int
     tokenizer: TokenizerSettings
 
 
@@ -88,6 +95,10 @@ class Settings:
         host_bytes: memory of a card's host asked for, None for as much as there is.
         steps, epochs: length of the run; exactly one is set.
         evaluate_every: optimizer steps between evaluations, or None for only before and after.
+        checkpoint_every: optimizer steps between checkpoints, or None for none; keep_checkpoints: how many of the latest stay.
+        resume: ``auto``, ``never``, or the path of a checkpoint or run.
+        on_not_finite: what becomes of a step whose loss or gradient is not finite.
+        stop_seconds: how long a run that is told to stop may take, or None.
         allow: approximations that a plan may use.
         device: what :func:`memtrain.machine.describe` takes: a kind and its fields. What it leaves to the machine is asked there.
         constraints: fields of :class:`memtrain.plan.Plan` that are fixed, each with its value; the planner chooses the rest.
@@ -105,6 +116,11 @@ class Settings:
     steps: int | None
     epochs: int | None
     evaluate_every: int | None
+    checkpoint_every: int | None
+    keep_checkpoints: int
+    resume: str
+    on_not_finite: NotFinite
+    stop_seconds: float | None
     max_grad_norm: float | None
     model: ModelSettings
     data: DataSettings
@@ -134,13 +150,17 @@ def settings(cfg: DictConfig) -> Settings:
     if missing:
         raise ValueError(f"{missing[0]} has no value: set {missing[0]}=VALUE on the command line or in the recipe.")
     require(values["mode"] in MODES, "mode", values["mode"], f"one of {', '.join(MODES)}")
-    for key in ("epochs", "evaluate_every"):
+    for key in ("epochs", "evaluate_every", "checkpoint_every"):
         require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
+    require(values["keep_checkpoints"] >= 1, "keep_checkpoints", values["keep_checkpoints"], "1 or more")
+    stop_seconds = values["run"]["stop_seconds"]
+    require(stop_seconds is None or stop_seconds > 0, "run.stop_seconds", stop_seconds, "above 0, or null")
     _not_both(values, "steps", "epochs")
     _not_neither(values, "steps", "epochs", "set one of them to say how long the run is")
     read = Settings(
-        **{key: values[key] for key in ("recipe", "mode", "seed", "global_batch_size", "steps", "epochs", "evaluate_every")},
-        max_grad_norm=values["max_grad_norm"],
+        **{key: values[key] for key in _AS_WRITTEN},
+        on_not_finite=not_finite(values["on_not_finite"]),
+        stop_seconds=stop_seconds,
         budget_bytes=_bytes("budget", values["budget"]),
         headroom_bytes=_bytes("headroom", values["headroom"]) or 0,
         host_bytes=_bytes("host_bytes", values["host_bytes"]),
@@ -174,7 +194,13 @@ def check_folders(read: Settings) -> None:
     Raises:
         ValueError: with the path.
     """
-    RunFolder(read.run_dir)
+    RunFolder(read.run_dir, goes_on=read.mode == "train" and read.resume != "never")
+    require(
+        read.resume in ("auto", "never") or Path(read.resume).is_dir(),
+        "resume",
+        read.resume,
+        "auto, never, or the folder of a checkpoint or of a run",
+    )
     for key in ("path", "eval_path"):
         named = getattr(read.data, key)
         require(named is None or Path(named).exists(), f"data.{key}", named, "a file or folder that exists")
@@ -230,6 +256,7 @@ def _data(values: Mapping[str, Any]) -> DataSettings:
             f"set data.eval_path to null, and data.held_out to what is held out."
         )
     require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
+    require(values["workers"] >= 0, "data.workers", values["workers"], "0 or more processes")
     require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
     require(
         vocab_size is None or vocab_size >= SMALLEST_VOCABULARY,
@@ -306,6 +333,7 @@ def _check_job(read: Settings) -> None:
         max_grad_norm=read.max_grad_norm,
         allow=read.allow,
         seed=read.seed,
+        on_not_finite=read.on_not_finite,
     )
     device = _described(read.device)
     whole = Plan(**{"micro_batch_size": read.global_batch_size, **read.constraints})

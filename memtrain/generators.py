@@ -6,7 +6,7 @@ As tensors and plain data, so that nothing has to be unpickled to put them back.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,3 +37,20 @@ def set_positions(generators: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
     for name, state in generators.items():
         if name.startswith("cuda "):
             torch.cuda.set_rng_state(state, int(name.removeprefix("cuda ")))
+
+
+def remember() -> Callable[[], None]:
+    """What puts all generators back to where they stand now, in this process."""
+    import numpy
+
+    python, numbers, host = random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state()
+    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(host)
+        for index, state in enumerate(cards):
+            torch.cuda.set_rng_state(state, index)
+
+    return put_back

@@ -203,6 +203,26 @@ def approximations(names: Collection[str]) -> frozenset[Approximation]:
     return frozenset(map(Approximation, names))
 
 
+class NotFinite(StrEnum):
+    """What becomes of a step whose gradient is not finite: the run stops, or goes on without its update."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+def not_finite(name: str) -> NotFinite:
+    """What is done where a gradient is not finite, by its name.
+
+    Raises:
+        ValueError: there is no such thing.
+
+    >>> not_finite("skip")
+    <NotFinite.SKIP: 'skip'>
+    """
+    require(name in set(NotFinite), "on_not_finite", name, f"{NotFinite.STOP} or {NotFinite.SKIP}")
+    return NotFinite(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained.
@@ -217,6 +237,7 @@ class Job:
         method: what of the model is trained.
         quantization: in how many bits the weights that stay frozen are held.
         max_grad_norm: bound on the 2-norm of the whole gradient (arXiv 1211.5063), or None for no clipping.
+        on_not_finite: whether a step whose gradient is not finite ends the run or is left out.
         allow: approximations that a plan may use.
         seed: of the weights' initialisation (for a model built from a configuration), of dropout and of the row order.
     """
@@ -230,6 +251,7 @@ class Job:
     method: Method = field(default_factory=Full)
     quantization: Quantization = field(default_factory=Unquantized)
     max_grad_norm: float | None = 1.0
+    on_not_finite: NotFinite = NotFinite.STOP
     allow: frozenset[Approximation] = frozenset()
     seed: int = 0
 
@@ -260,6 +282,7 @@ class Job:
                 "use_dora is true and quantization is int8, in which peft's DoRA does not run: "
                 "set quantization to nf4, or use_dora to false."
             )
+        not_finite(self.on_not_finite)
         approximations(self.allow)
         require(type(self.seed) is int and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         for name in ("global_batch_size", "steps"):

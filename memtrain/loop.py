@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,10 +12,24 @@ from memtrain.data.batches import StepBatches, evaluation_batches
 from memtrain.data.rows import Batch, Rows
 from memtrain.job import Job
 from memtrain.measure import Meter
+from memtrain.plan import Plan
 from memtrain.recovery import step_until_finite
 from memtrain.run import Run, StepResult
 from memtrain.schedule import learning_rate
 from memtrain.trace.event import Phase
+
+
+class _Asking(list[Batch]):
+    """Micro-batches that ask before each is taken whether to go on, so that a long step can be broken off between two."""
+
+    def __init__(self, batches: Iterable[Batch], ask: Callable[[], None]) -> None:
+        super().__init__(batches)
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            self._ask()
+            yield batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +42,12 @@ class Loop:
         batches: the rows of each step.
         eval_rows: what is evaluated on, None for nothing.
         row_tokens: tokens of a row, None where rows are no text.
-        micro_batch_size: rows in one forward and backward.
+        plan: what the run was made by; its micro-batches are the rows of one forward and backward.
+        evaluation_batch_size: rows in one forward of an evaluation.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
+        first: the step (from 0) that this run begins with.
+        ask: called before each micro-batch and each batch of an evaluation; what it raises breaks them off.
     """
 
     job: Job
@@ -38,9 +55,12 @@ class Loop:
     batches: StepBatches
     eval_rows: Rows | None
     row_tokens: int | None
-    micro_batch_size: int
+    plan: Plan
+    evaluation_batch_size: int
     meter: Meter
     device: str
+    first: int = 0
+    ask: Callable[[], None] = lambda: None
 
     @property
     def counts(self) -> str:
@@ -54,8 +74,7 @@ class Loop:
             ValueError: the loss is not a finite number; the weights were updated with it.
         """
         run, rate = self.run, learning_rate(self.job, step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
+        self._set_rate(rate)
         started = time.perf_counter()
         if self.watches(step):
             with self.meter.window(f"step {step + 1}", Phase.FORWARD):
@@ -83,9 +102,18 @@ class Loop:
             row |= {"loss_scale": run.scaler.get_scale(), "overflows": overflows}
         return row
 
+    def rehearse(self) -> None:
+        """Two first steps at a learning rate of 0, which change no weight: what a step and the state beside it take (rule 7).
+
+        The caller puts back what else they change.
+        """
+        self._set_rate(0.0)
+        for _ in range(2):
+            self.run.step(self._micro_batches(self.first))
+
     def watches(self, step: int) -> bool:
         """Whether a step (from 0) is measured: the first two stand for all, the last shows that they did."""
-        return step < 2 or step == self.job.steps - 1
+        return self.first <= step < self.first + 2 or step == self.job.steps - 1
 
     def evaluate(self) -> float:
         """The mean loss over the counted items of the rows to evaluate on."""
@@ -96,15 +124,21 @@ class Loop:
         with self.meter.window("evaluate", Phase.EVALUATE):
             self.run.evaluate(islice(self._evaluation_batches(), 2))
 
-    def _taken(self, run: Run, step: int) -> tuple[StepResult, int]:
-        def micro_batches() -> list[Batch]:
-            return list(self._on_device(self.batches.micro_batches(step, self.micro_batch_size, **self._share())))
+    def _set_rate(self, rate: float) -> None:
+        for group in self.run.optimizer.param_groups:
+            group["lr"] = rate
 
-        return step_until_finite(run, micro_batches, step + 1, self.batches.indices(step))
+    def _taken(self, run: Run, step: int) -> tuple[StepResult, int]:
+        return step_until_finite(run, lambda: self._micro_batches(step), step + 1, self.batches.indices(step))
+
+    def _micro_batches(self, step: int) -> list[Batch]:
+        return _Asking(self._on_device(self.batches.micro_batches(step, self.plan.micro_batch_size, **self._share())), self.ask)
 
     def _evaluation_batches(self) -> Iterator[Batch]:
         assert self.eval_rows is not None
-        return self._on_device(evaluation_batches(self.eval_rows, self.micro_batch_size, **self._share()))
+        for batch in self._on_device(evaluation_batches(self.eval_rows, self.evaluation_batch_size, **self._share())):
+            self.ask()
+            yield batch
 
     def _share(self) -> dict[str, int]:
         return {"rank": self.run.sharded.rank, "ranks": self.run.sharded.ranks}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from memtrain.device import Cpu, Cuda, Device, from_dict
 from memtrain.job import Budget, Limit
@@ -249,3 +251,49 @@ def _written(name: str) -> dict[str, Any]:
 
     written: Mapping[str, Any] = yaml.safe_load((facts("configs") / "device" / f"{name}.yaml").read_text(encoding="utf-8"))
     return dict(written)
+
+
+def used_bytes(device: Device) -> int | None:
+    """Bytes in use now, to be compared with those of another moment: of a card those handed out by torch's allocator.
+
+    Of a processor those handed out by the C library, to all threads and to libraries too, without Python's small objects. None
+    where it does not tell them: elsewhere than with glibc, 2.33 or later. With another malloc preloaded it tells the same each time.
+    """
+    if isinstance(device, Cuda):
+        import torch
+
+        return torch.cuda.memory_allocated()
+    ask = _mallinfo2()
+    if ask is None:
+        return None
+    said = ask()
+    # Blocks of all threads' arenas, and those large enough for a mapping of their own; malloc/malloc.c, int_mallinfo.
+    return int(said.uordblks + said.hblkhd)
+
+
+@cache
+def _mallinfo2() -> Callable[[], Any] | None:
+    """glibc's function of that name, None with another C library."""
+    try:
+        ask: Any = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    ask.argtypes, ask.restype = (), _MallInfo
+    return cast(Callable[[], Any], ask)
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    ]
+
+
+def release_cached(device: Device) -> None:
+    """Give memory that a card's allocator keeps for later back to the card; a processor's keeps none."""
+    if isinstance(device, Cuda):
+        import torch
+
+        torch.cuda.empty_cache()

@@ -50,6 +50,10 @@ class Meter(Protocol):
         """The trace of the last window of that name, where one is known."""
         ...
 
+    def note_failure(self) -> None:
+        """Count the peak of what has just failed, inside a window or not, where it can be told."""
+        ...
+
 
 def meter(device: Device, held: Held) -> Meter:
     """The meter of a device.
@@ -74,6 +78,9 @@ class ProcessorMeter(MemoryProfiler):
     def trace(self, name: str) -> Trace | None:
         """The trace of the last window of that name."""
         return self.traces().get(name)
+
+    def note_failure(self) -> None:
+        """Nothing: a window that is broken off tells nothing."""
 
 
 class CardMeter:
@@ -118,6 +125,10 @@ class CardMeter:
     def trace(self, name: str) -> Trace | None:
         """None: counters tell no events."""
         return None
+
+    def note_failure(self) -> None:
+        """The peak since the counters began anew."""
+        self._note(FORWARD_AND_BACKWARD)
 
     def _note(self, phase: str) -> None:
         peak = torch.cuda.max_memory_allocated()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# What says which job the folder's run is of; a run without it cannot be gone on with.
+IDENTITY = "job.json"
 _FILES = (
+    IDENTITY,
     "config.yaml",
     "plan.yaml",
     "prediction.json",
@@ -17,6 +21,7 @@ _FILES = (
     "memory.png",
     "model",
     "optimizers.json",
+    "checkpoints",
 )
 
 
@@ -24,14 +29,33 @@ class RunFolder:
     """Writes one run's files; the folder is made with the first of them.
 
     Raises:
-        ValueError: the folder holds a run already.
+        ValueError: the folder holds a run already, and it is none to go on with.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        """
+        Args:
+            goes_on: whether a run that is there may be gone on with, if it says of which job it is.
+        """
         self.path = path
         found = [name for name in _FILES if (path / name).exists()]
-        if found:
+        if found and not (goes_on and IDENTITY in found):
             raise ValueError(f"run.dir {path} already holds a run ({', '.join(found)}): choose another folder or remove it.")
+
+    @property
+    def identity(self) -> Mapping[str, Any] | None:
+        """Which job the run is of that is there; None where there is none.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            written: Mapping[str, Any] = json.loads((self.path / IDENTITY).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path / IDENTITY} cannot be read ({error}): choose another run.dir.") from error
+        return written
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file.
@@ -44,8 +68,14 @@ class RunFolder:
     def _write(self, name: str, text: str, mode: str) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with (self.path / name).open(mode, encoding="utf-8") as file:
-                file.write(text)
+            if mode == "a":
+                with (self.path / name).open("a", encoding="utf-8") as file:
+                    file.write(text)
+                return
+            # Whole or not at all: a run may be killed at any moment and gone on with.
+            partial = self.path / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)
         except OSError as error:
             raise ValueError(f"run.dir {self.path} cannot be written ({error.strerror}): choose another folder.") from error
 
@@ -59,27 +89,100 @@ class RunFolder:
         """Write an indented JSON file."""
         self.write_text(name, json.dumps(content, indent=2) + "\n")
 
-    def log(self, row: Mapping[str, float]) -> None:
-        """Add one line to ``metrics.jsonl``.
+    def log(self, row: Mapping[str, Any], name: str = "metrics.jsonl") -> None:
+        """Add one line to ``metrics.jsonl``, or to another file.
 
         Raises:
             ValueError: it cannot be written.
         """
-        self._write("metrics.jsonl", json.dumps(row) + "\n", mode="a")
+        self._write(name, json.dumps(row) + "\n", mode="a")
+
+    def rows(self) -> list[Mapping[str, float]]:
+        """The rows of ``metrics.jsonl``, without a line that was cut short.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.path / 'metrics.jsonl'} cannot be read ({error}): choose another run.dir.") from error
+        return [row for row in map(_row, lines) if row is not None]
+
+    def rewrite(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Write ``metrics.jsonl`` anew.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if text or (self.path / "metrics.jsonl").exists():
+            self.write_text("metrics.jsonl", text)
+
+    def sync(self) -> None:
+        """Bring ``metrics.jsonl`` to the disk, if it is there."""
+        with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
+            os.fsync(file.fileno())
 
 
-@dataclass
+def _row(line: str) -> Mapping[str, float] | None:
+    """The row of a line, None where a process was killed as it wrote it."""
+    try:
+        row: Mapping[str, float] = json.loads(line)
+    except ValueError:
+        return None
+    return row
+
+
 class RunLog:
-    """The rows written so far, here and in the run folder."""
+    """The rows written so far, here and in the run folder.
 
-    folder: RunFolder | None
-    rows: list[Mapping[str, float]] = field(default_factory=list)
+    A row that cannot be written ends no run: it stays here, is told of once, and is written with a later one.
+
+    Args:
+        tell: takes a sentence.
+    """
+
+    def __init__(self, folder: RunFolder | None, tell: Callable[[str], None]) -> None:
+        self.rows: list[Mapping[str, float]] = []
+        self._folder = folder
+        self._tell = tell
+        self._behind = False
 
     def add(self, row: Mapping[str, float]) -> None:
         """Add a row, also to ``metrics.jsonl``."""
         self.rows.append(row)
-        if self.folder is not None:
-            self.folder.log(row)
+        if self._folder is None:
+            return
+        try:
+            if self._behind:
+                self._folder.rewrite(self.rows)
+            else:
+                self._folder.log(row)
+        except ValueError as error:
+            if not self._behind:
+                self._tell(f"{error} The run goes on, and its metrics are written when that is possible again.")
+            self._behind = True
+        else:
+            self._behind = False
+
+    def cut_back(self, step: int) -> None:
+        """Keep the rows up to a step, also in ``metrics.jsonl``; of a run that goes on they come from there.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        rows = self.rows if self._folder is None or self._behind else self._folder.rows()
+        self.rows = [row for row in rows if row["step"] <= step]
+        if self._folder is not None:
+            self._folder.rewrite(self.rows)
+
+    def sync(self) -> None:
+        """Bring ``metrics.jsonl`` to the disk, as far as it was written."""
+        if self._folder is not None:
+            self._folder.sync()
 
     @property
     def steps(self) -> list[Mapping[str, float]]:

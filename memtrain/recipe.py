@@ -52,8 +52,10 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         machine.require(device)
         check_text(settings)
         trainer = trainer_of(settings, device)
-        if not rank:
-            RunFolder(settings.run_dir).write_text("config.yaml", config_yaml)
+        with console.status("planning without data"):
+            assert trainer.choice is not None
+        if trainer.folder is not None:
+            trainer.folder.write_text("config.yaml", config_yaml)
         trainer.train()
         if settings.save_merged:
             trainer.save_merged(settings.run_dir / "merged")
@@ -103,9 +105,16 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
         allow=settings.allow,
         seed=settings.seed,
         evaluate_every=settings.evaluate_every,
+        on_not_finite=settings.on_not_finite,
+        workers=data.workers,
         constraints=settings.constraints,
         device=device,
         run_dir=settings.run_dir,
+        checkpoint_every=settings.checkpoint_every,
+        keep_checkpoints=settings.keep_checkpoints,
+        # Planning goes on with nothing.
+        resume=settings.resume if settings.mode == "train" else "never",
+        stop_seconds=settings.stop_seconds,
     )
 
 
@@ -126,6 +135,7 @@ def _plan(settings: Settings, device: Device) -> Choice:
         max_grad_norm=settings.max_grad_norm,
         allow=settings.allow,
         seed=settings.seed,
+        on_not_finite=settings.on_not_finite,
     )
     rows = dict.fromkeys(("input_ids", "labels"), ((length,), torch.int64))
     evaluates = settings.data.held_out > 0 or settings.data.eval_path is not None

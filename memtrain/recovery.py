@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
 
 from memtrain.data.rows import Batch
+from memtrain.features.update import Update
+from memtrain.plan import DuringBackward, Plan
 from memtrain.run import Run, StepResult
 
 # Tries of one step, each at half the scale of the last: from the usual 65536 down to 1/16.
@@ -35,3 +40,44 @@ def step_until_finite(
         f"the gradient of step {step} is not finite at a loss scale of {run.scaler.get_scale():g}, after {MOST_TRIES} tries: "
         f"set precision to autocast_bf16, or look at rows {list(rows)}."
     )
+
+
+class Changes:
+    """Whether a step has begun to change weights or state, after which it is never taken again in place (rule 8).
+
+    An update after backward counts from its beginning: kernels change state before they allocate, and not all of them tell.
+    One during backward is seen by torch's counts of in-place writes (``Tensor._version``) in weights and state, and by the
+    counters of steps that some optimizers keep as numbers.
+    """
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self._run = run
+        self._entered = False
+        self._before = _writes(run) if isinstance(plan.update, DuringBackward) else None
+
+    def noting(self) -> Run:
+        """The run, whose update tells that it has begun."""
+
+        def update() -> Update:
+            self._entered = True
+            return self._run.update()
+
+        return replace(self._run, update=update)
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update has begun."""
+        return self._entered or (self._before is not None and _writes(self._run) != self._before)
+
+
+def _writes(run: Run) -> tuple[int, float]:
+    """How many tensors of weights and state there are, and how often they were written."""
+    count, written = 0, 0.0
+    for parameter in run.model.parameters():
+        for value in (parameter, *run.optimizer.state.get(parameter, {}).values()):
+            count += 1
+            if isinstance(value, torch.Tensor):
+                written += value._version
+            elif isinstance(value, int | float):
+                written += value
+    return count, written

@@ -7,6 +7,7 @@ one order; the step has no branch for any of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,9 +29,9 @@ from memtrain.features.loss_scale import loss_factor, loss_scaler, no_scaler, up
 from memtrain.features.muon import muon
 from memtrain.features.optimizers import adafactor, adam, adamw, sgd
 from memtrain.features.recompute import recompute_blocks_, recompute_first_, recompute_selectively_
-from memtrain.features.update import nothing_left, step_one_by_one, update_after_backward, update_during_backward_
+from memtrain.features.update import Update, nothing_left, step_one_by_one, update_after_backward, update_during_backward_
 from memtrain.features.wide_update import wide_step
-from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, Sgd
+from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, NotFinite, Sgd
 from memtrain.models.blocks import blocks, parts
 from memtrain.models.objective import Objective, objective
 from memtrain.plan import (
@@ -65,11 +66,15 @@ class StepResult:
 
     Attributes:
         loss: mean over the counted items of all micro-batches, a scalar.
-        grad_norm: 2-norm of the whole gradient before clipping, a scalar; None where nothing is clipped.
+        grad_norm: 2-norm of the whole gradient before clipping, a scalar; None where it was not computed.
+        updated: whether weights were changed. False where the gradient is known not to be finite: then weights, state and
+            step counts are what they were. True with a loss that is not finite: where no norm is computed, the gradient was
+            not looked at and has most likely spoilt the weights.
     """
 
     loss: Tensor
     grad_norm: Tensor | None
+    updated: bool
 
 
 @dataclass
@@ -83,7 +88,7 @@ class Run:
         objective: what the loss is a mean over.
         sharded: what of the training this process has.
         forward_backward: adds up the gradients of the micro-batches and returns their loss.
-        update: changes the weights, frees the gradients and returns the gradient's norm.
+        update: changes the weights, unless the gradient is known not to be finite, and frees the gradients.
         release: gives the model back as it was, but for its weights; the run is over.
     """
 
@@ -93,13 +98,13 @@ class Run:
     objective: Objective
     sharded: Sharded
     forward_backward: Callable[[Sequence[Batch]], Tensor]
-    update: Callable[[], Tensor | None]
+    update: Callable[[], Update]
     release: Callable[[], None]
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of one effective batch."""
         loss = self.forward_backward(micro_batches)
-        return StepResult(loss, self.update())
+        return StepResult(loss, *self.update())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
@@ -144,7 +149,10 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     _check_model(plan, job, model)
     what = objective(model)
     scaler = _scaler(job.precision, model)
-    update: Callable[[], Tensor | None]
+    update: Callable[[], Update]
+    # Skipping takes a norm to skip by, also where nothing is clipped.
+    skips_unclipped = job.max_grad_norm is None and job.on_not_finite == NotFinite.SKIP
+    bound = math.inf if skips_unclipped else job.max_grad_norm
     undo = ExitStack()
     try:
         undo.callback(_modes_of(model))
@@ -170,13 +178,13 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
             undo.callback(update_during_backward_(optimizer, step_on_host(optimizer, step) if on_host else step))
             update = nothing_left
         elif isinstance(plan.optimizer_state, OnHost):
-            update, stop_sending = update_on_host_(optimizer, job.max_grad_norm, step)
+            update, stop_sending = update_on_host_(optimizer, bound, step)
             undo.callback(stop_sending)
         elif scaler.is_enabled():
-            update = update_unscaled(optimizer, job.max_grad_norm, scaler)
+            update = update_unscaled(optimizer, bound, scaler)
         else:
             step_all = None if step is None else step_one_by_one(optimizer, step)
-            update = update_after_backward(optimizer, job.max_grad_norm, step_all)
+            update = update_after_backward(optimizer, bound, step_all)
         sharded = data_parallel(model, plan.ranks) if isinstance(plan.sharding, DataParallel) else single(model)
         undo.callback(sharded.release)
         return Run(model, optimizer, scaler, what, sharded, _forward_backward(sharded, what, scaler), update, undo.close)
@@ -299,6 +307,11 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
             raise PlanRefused(
                 f"{path} counts each forward in its running statistics, and a step that overflows in fp16 is taken again: "
                 f"set precision to autocast_bf16."
+            )
+        if job.on_not_finite == NotFinite.SKIP and module.track_running_stats:
+            raise PlanRefused(
+                f"{path} counts each forward in its running statistics, and a step that is left out would stay in them: "
+                f"set on_not_finite to stop."
             )
         if not isinstance(plan.activations, Keep) and module.track_running_stats:
             raise PlanRefused(

@@ -54,6 +54,7 @@ class DataSchema:
     sequence_length: int = _key(MISSING, "tokens per row")
     held_out: float = _key(0.1, "fraction of the text that is evaluated on and not trained on; unused with data.eval_path")
     eval_path: str | None = _key(None, "text to evaluate on")
+    workers: int = _key(0, "processes that make rows ahead of the step")
     tokenizer: TokenizerSchema = field(default_factory=TokenizerSchema)
 
 
@@ -91,6 +92,7 @@ class PlanSchema:
 @dataclass
 class RunSchema:
     dir: str | None = _key(None, "folder of the run's files; null: runs/<recipe>/<date-time>")
+    stop_seconds: float | None = _key(None, "how long a run that is told to stop may take to save; null: as long as it takes")
     save_merged: bool = _key(False, "also write the model with its adapters added to its weights, below merged/")
 
 
@@ -108,6 +110,10 @@ class Schema:
     steps: int | None = _key(None, "optimizer steps of the run; or else epochs")
     epochs: int | None = _key(None, "passes over the training rows")
     evaluate_every: int | None = _key(None, "steps between evaluations; null: before and after the run")
+    checkpoint_every: int | None = _key(500, "steps between checkpoints; null: none but that of a run that is stopped")
+    keep_checkpoints: int = _key(2, "so many of the latest stay, and the one that was evaluated best")
+    resume: str = _key("auto", "auto: go on with the run in run.dir; a path: with the checkpoint or run there; never: begin anew")
+    on_not_finite: str = _key("stop", "where a loss or gradient is not finite: stop; or skip, the step is left out")
     max_grad_norm: float | None = _key(1.0, "bound on the gradient's 2-norm; null: no clipping")
     allow: list[str] = field(
         default_factory=list,

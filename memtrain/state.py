@@ -8,13 +8,14 @@ and the generators of random numbers. Frozen weights come from where they came f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memtrain import generators
 from memtrain.generators import positions, set_positions
 from memtrain.place import to_host
 from memtrain.run import Run
@@ -43,9 +44,9 @@ class RunState:
 def state_of(run: Run) -> RunState:
     """The state of a run; its tensors are the run's own and change with the next step."""
     tensors, optimizer = _optimizer_state(run)
-    generators, facts = positions()
+    random, facts = positions()
     return RunState(
-        groups={"model": dict(_changing(run.model)), "optimizer": tensors, "random": generators},
+        groups={"model": dict(_changing(run.model)), "optimizer": tensors, "random": random},
         facts={"optimizer": optimizer, "scaler": run.scaler.state_dict(), "frozen": _digest(run.model), **facts},
     )
 
@@ -71,6 +72,53 @@ def restore_(
     _restore_optimizer_(run, facts["optimizer"], groups["optimizer"], state_on_host)
     run.scaler.load_state_dict(dict(facts["scaler"]))
     set_positions(dict(groups["random"]), facts)
+
+
+@torch.no_grad()
+def remember(run: Run) -> Callable[[], None]:
+    """What undoes a step that was broken off before it changed a weight: in random state, buffers, loss scale and gradients.
+
+    Buffers are copied to the host; of most models that are none, of others running statistics.
+    """
+    generators_back = generators.remember()
+    buffers = [
+        (tensor, to_host(tensor))
+        for module in run.model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    ]
+    scale = run.scaler.state_dict()
+
+    @torch.no_grad()
+    def put_back() -> None:
+        generators_back()
+        for tensor, before in buffers:
+            tensor.copy_(before)
+        run.scaler.load_state_dict(scale)
+        run.optimizer.zero_grad(set_to_none=True)
+
+    return put_back
+
+
+def carry_over_(before: Run, make: Callable[[], Run], *, same_place: bool, state_on_host: bool) -> Run:
+    """Release a run and go on with the one that ``make`` makes of its model; optimizer state and random state are its own.
+
+    Args:
+        same_place: whether the state stays where it is and in the form that it has; else it is moved, tensor by tensor.
+        state_on_host: whether the new run keeps the state in the host's memory.
+    """
+    kept, state, scale = state_of(before), before.optimizer.state, before.scaler.state_dict()
+    generators_back = generators.remember()
+    before.release()
+    after = make()
+    if same_place:
+        after.optimizer.state.update(state)
+        after.scaler.load_state_dict(scale)
+        generators_back()
+    else:
+        groups = {group: tensors.items() for group, tensors in kept.groups.items()}
+        restore_(after, groups, kept.facts, state_on_host=state_on_host)
+    return after
 
 
 # ---------------------------------------------------------------------- model

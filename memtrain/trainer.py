@@ -1,4 +1,4 @@
-"""The Trainer: data, schedule, logging and measuring around ``Run.step``.
+"""The Trainer: what people call. It checks what it is given, plans, trains, and reports.
 
 It plans on a data-less copy of the model, builds or takes the real one once a plan is chosen, and trains with exactly
 that plan. It owns no training mathematics: the step is Run.step, the rows of a step come from StepBatches, and the
@@ -8,42 +8,43 @@ learning rate from schedule.learning_rate.
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from rich.console import Console
+from torch import nn
 
 from memtrain import distributed, machine
 from memtrain.data.batches import StepBatches, steps_for
-from memtrain.data.rows import check_row, fingerprint
-from memtrain.device import Cpu, Cuda, Device
+from memtrain.data.rows import fingerprint
+from memtrain.device import Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
-from memtrain.job import AdamW, Budget, Cosine, Job, Optimizer, Schedule, approximations
-from memtrain.loop import Loop
-from memtrain.measure import meter
+from memtrain.job import AdamW, Budget, Cosine, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
+from memtrain.keeper import Keeper
 from memtrain.method import Full, Method, Quantization, Unquantized
-from memtrain.metrics import RunFolder, RunLog
-from memtrain.models.build import FromModule, bytes_on, source, weight_dtype
-from memtrain.models.load import load_model
-from memtrain.models.objective import check_suits
-from memtrain.models.quantize import move_unpacked_
-from memtrain.models.save import no_progress_bars, save_merged, save_model
+from memtrain.metrics import IDENTITY, RunFolder, RunLog
+from memtrain.models.build import bytes_on, source, weight_dtype
+from memtrain.models.save import save_merged, save_model
 from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
-from memtrain.planner.predict import Predictor
-from memtrain.planner.search import choose
 from memtrain.precision import Fp32, Precision
-from memtrain.run import Run, prepare
-from memtrain.trace.event import Kind, Phase
-from memtrain.trace.profile import held_by
+from memtrain.report.plot import plot_run
+from memtrain.report.tell import Tell, teller
+from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
+from memtrain.require import require
+from memtrain.resume import CHECKPOINTS, find_start, identity, parse_resume, plain_constraints, resumed_constraints
+from memtrain.session import Given, Session
+from memtrain.signals import exit_code, listen
+from memtrain.training import Around, Stopped, Training
 from memtrain.units import parse_bytes
+from memtrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,15 @@ class Trainer:
         device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor,
             and its card with ``machine.named("auto")``. A card that is elsewhere is good for planning.
         host_bytes: memory of the host that a plan for a card may take, such as ``"64GiB"``.
-        run_dir: folder for plan, prediction, metrics and comparison; nothing is written by default.
+        on_not_finite: what happens to a step whose loss or gradient is not finite: ``"stop"`` ends the run before a weight
+            changes, where the plan allows it; ``"skip"`` leaves the step out and goes on.
+        workers: processes that make rows ahead of the step, for a dataset whose rows take work; see docs/data_workers.md.
+        run_dir: folder for plan, prediction, metrics, checkpoints and comparison; nothing is written by default.
+        checkpoint_every: steps between checkpoints below ``run_dir``; None for none but that of a run that is stopped.
+        keep_checkpoints: so many of the latest stay, and the one that was evaluated best.
+        resume: ``"auto"`` goes on with the run that is in ``run_dir``, if there is one; a path, with the checkpoint or run
+            there; ``"never"`` begins anew. See docs/checkpoints.md.
+        stop_seconds: how long a run that is told to stop (SIGTERM, Ctrl-C) may take to save; None for as long as it takes.
         progress: whether to print the choice, a progress bar and the comparison.
 
     Raises:
@@ -108,10 +117,16 @@ class Trainer:
         allow: Collection[str] = (),
         seed: int = 0,
         evaluate_every: int | None = None,
+        on_not_finite: NotFinite | str = NotFinite.STOP,
+        workers: int = 0,
         constraints: Mapping[str, Any] | None = None,
         device: Device | None = None,
         host_bytes: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = 500,
+        keep_checkpoints: int = 2,
+        resume: str | os.PathLike[str] = "auto",
+        stop_seconds: float | None = None,
         progress: bool = True,
     ) -> None:
         from accelerate import PartialState
@@ -153,21 +168,42 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             allow=approximations(allow),
             seed=seed,
+            on_not_finite=not_finite(on_not_finite),
         )
         if evaluate_every is not None and evaluate_every < 1:
             raise ValueError(f"evaluate_every is {evaluate_every}, and it must be 1 or more steps, or None.")
         if evaluate_every is not None and self.eval_rows is None:
             raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
+        require(
+            checkpoint_every is None or checkpoint_every >= 1, "checkpoint_every", checkpoint_every, "1 or more steps, or None"
+        )
+        require(keep_checkpoints >= 1, "keep_checkpoints", keep_checkpoints, "1 or more")
+        require(stop_seconds is None or stop_seconds > 0, "stop_seconds", stop_seconds, "above 0 seconds, or None")
         self._evaluate_every = evaluate_every
+        self._checkpoint_every, self._keep_checkpoints = checkpoint_every, keep_checkpoints
+        self._stop_seconds = stop_seconds
+        self._workers = workers
         evaluated = "nothing" if self.eval_rows is None else fingerprint(self.eval_rows)
         distributed.check_same({"the job": self.job, "data": fingerprint(self.rows), "eval_data": evaluated})
         # The first process writes and prints.
-        self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir))
+        going_on = parse_resume(resume)
+        self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir), goes_on=going_on != "never")
+        self._identity = identity(self.job, self.source, fingerprint(self.rows), evaluated)
+        self._start = distributed.from_first(lambda: find_start(going_on, self.folder, self._identity))
         self._progress = progress and not self.processes.rank
         self._has_trained = False
-        self._model: nn.Module | None = None
-        self._meter = meter(self.device, self._held)
-        self._run: Run | None = None
+        self._session = Session(
+            Given(
+                job=self.job,
+                source=self.source,
+                device=self.device,
+                budget=self.budget,
+                rows=self.rows,
+                eval_rows=self.eval_rows,
+                constraints=self._constraints,
+                processes=self.processes,
+            )
+        )
 
     def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
         return machine.budget_for(
@@ -185,36 +221,19 @@ class Trainer:
     def choice(self) -> Choice:
         """The plan, made on first use by the first process for all, and written to the run folder.
 
+        A run that resumes keeps the plan of its checkpoint, but for what the constraints now set otherwise.
+
         Raises:
             NoPlanFits: with the smallest plan and the missing bytes.
             ValueError: the model has no loss, or the constraints leave no plan.
         """
-        return distributed.from_first(self._chosen)
-
-    def _chosen(self) -> Choice:
-        first = self.rows[0]
-        ranks = ranks_of(self._constraints)
-        if self.eval_rows is not None and len(self.eval_rows) < ranks:
-            raise ValueError(
-                f"eval_data has {len(self.eval_rows)} rows for {ranks} processes, and each evaluates one or more: give more "
-                f"rows, or start fewer processes."
-            )
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
-        evaluation_rows = 0 if self.eval_rows is None else len(self.eval_rows)
-        predictor = Predictor(
-            self.job,
-            self.source,
-            shapes,
-            self.device,
-            evaluation_rows=evaluation_rows,
-            allocator=machine.allocator_settings(),
-        )
-        check_suits(predictor.model, self.rows, "data")
-        if self.eval_rows is not None:
-            check_row(self.eval_rows[0], first, index=0, what="eval_data, compared with data,")
-            check_suits(predictor.model, self.eval_rows, "eval_data")
-        chosen = choose(predictor, self.budget, self._constraints)
+        constraints, checkpoint = self._constraints, self._start.checkpoint
+        if checkpoint is not None:
+            constraints = resumed_constraints(checkpoint.facts, constraints)
+        chosen = self._session.plan(constraints)
         if self.folder is not None:
+            # First, since it says of which job the others are.
+            self.folder.write_json(IDENTITY, self._identity)
             chosen.write(self.folder)
         return chosen
 
@@ -222,55 +241,88 @@ class Trainer:
 
     @distributed.naming_a_lost_process()
     def train(self) -> Result:
-        """Train with the chosen plan, measuring the first, the second and the last step.
+        """Train with the chosen plan, or go on with a run, measuring the first, the second and the last step.
 
         Raises:
-            ValueError: the loss of a step is not a finite number, planning fails, or this Trainer has trained already.
+            ValueError: a loss is not finite, planning fails, memory runs out and nothing is left to give, or this Trainer has
+                trained already.
+            KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM came, and the run has saved and stopped; the exit code is 130 or
+                143. A second Ctrl-C stops without saving.
         """
-        from rich.console import Console
-
-        from memtrain.report.plot import plot_run
-        from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
-
         if self._has_trained:
             raise ValueError(
                 "this Trainer has trained already: make another, with model=trainer.model to go on from its weights."
             )
         machine.require(self.device)
         distributed.require(ranks_of(self._constraints))
-        choice, log, console = self.choice, RunLog(self.folder), Console(quiet=not self._progress)
+        choice, console = self.choice, Console(quiet=not self._progress)
         console.print(choice_view(choice), "")
-        with self._prepared() as loop:
-            self._has_trained = True
-            if self.eval_rows is not None:
-                log.add({"step": 0, "eval_loss": loop.evaluate()})
-            unit, speed = "tok" if loop.counts == "tokens" else "row", 0.0
-            with TrainingProgress(self.job.steps, self.budget.device_bytes, console, unit) as bar:
-                for step in range(self.job.steps):
-                    row = loop.step(step)
-                    # The profiler slows the steps that it watches: the speed shown is that of the last one it did not.
-                    if not speed or not loop.watches(step):
-                        speed = row[f"{loop.counts}_per_second"]
-                    bar.update(
-                        step + 1,
-                        loss=row["loss"],
-                        per_second=speed,
-                        # Every weight and its state is asked for its size, for nobody where nothing is shown.
-                        memory_bytes=self._meter.held_bytes() if self._progress else 0,
-                        peak_bytes=self._meter.peak_bytes,
-                    )
-                    if self._evaluates_after(step):
-                        row["eval_loss"] = loop.evaluate()
-                    log.add(row)
-            self._measure_the_end(loop)
-            # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
-            unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
-        comparison = compare(choice, self._meter.side(statistics.median(row["step_seconds"] for row in unwatched)))
+        checkpoint = self._start.checkpoint
+        if checkpoint is not None and checkpoint.step == self.job.steps and self.folder is None:
+            raise ValueError(f"the checkpoint {checkpoint.path} is of the last step: nothing is left to train; give run_dir.")
+        with TrainingProgress(self.job.steps, self.budget.device_bytes, console, self._unit) as bar:
+            tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
+            log = RunLog(self.folder, tell)
+            training = self._trained(log, bar, tell)
+        loop = training.loop
+        # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
+        unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
+        measured = self._session.meter.side(statistics.median(row["step_seconds"] for row in unwatched))
+        assert self._session.choice is not None
+        choice = self._session.choice
+        comparison = compare(choice, measured)
         if self.folder is not None:
             self.folder.write_json("comparison.json", comparison.to_dict())
-            plot_run(self.folder.path / "memory.png", log.rows, choice, self._meter.trace(f"step {min(2, self.job.steps)}"))
+            shown = self._session.meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
+            plot_run(self.folder.path / "memory.png", log.rows, choice, shown)
         console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
+
+    def _trained(self, log: RunLog, bar: TrainingProgress, tell: Tell) -> Training:
+        """The course of the run, with signals heard and every step watched."""
+        for note in self._start.notes:
+            tell(note)
+        keeper = self._keeper(tell)
+        watchdog = Watchdog(tell, usual={"step": self.choice.step_seconds})
+        with listen(self._stop_seconds, tell) as requests, watchdog, self._batches() as batches:
+            around = Around(
+                log=log, folder=self.folder, keeper=keeper, requests=requests, watchdog=watchdog, tell=tell, bar=bar
+            )
+            training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
+            self._has_trained = True
+            try:
+                training.run(self._start)
+                folder = self.folder
+                training.measure_the_end(None if folder is None else lambda: self.save_model(folder.path / "model"))
+            except Stopped:
+                keeper.wait()
+                assert requests.stop is not None
+                tell(keeper.where_to_go_on())
+                if requests.stop is signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                raise SystemExit(exit_code(requests.stop)) from None
+            except KeyboardInterrupt:
+                keeper.abandon()
+                raise
+            finally:
+                keeper.wait()
+                self._session.end()
+        return training
+
+    def _keeper(self, tell: Tell) -> Keeper:
+        host = self.budget.host_bytes
+        room = 0 if host is None else max(0, host - self.choice.footprint.host_bytes)
+        return Keeper(
+            None if self.folder is None else self.folder.path / CHECKPOINTS,
+            rank=self.processes.rank,
+            every=self._checkpoint_every,
+            keep=self._keep_checkpoints,
+            facts={"job": self._identity, "constraints": plain_constraints(self._constraints)},
+            start=self._start.checkpoint,
+            # A processor's plan has all of the memory already.
+            copy_bytes=room if isinstance(self.device, Cuda) else 0,
+            tell=tell,
+        )
 
     @distributed.naming_a_lost_process()
     def evaluate(self) -> float:
@@ -282,8 +334,12 @@ class Trainer:
         machine.require(self.device)
         if self.eval_rows is None:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
-        with self._prepared() as loop:
-            return loop.evaluate()
+        assert self.choice is not None
+        with self._batches() as batches:
+            try:
+                return self._session.begin(batches, 0, lambda: None).evaluate()
+            finally:
+                self._session.end()
 
     def save_model(self, folder: str | os.PathLike[str]) -> None:
         """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one; the first process does.
@@ -305,68 +361,17 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The real model, loaded on first use; a module that was given is itself."""
-        if self._model is None:
-            from accelerate.utils import set_seed
-
-            machine.require(self.device)
-            if isinstance(self.device, Cpu):
-                # The prediction counts the scratch memory of so many threads.
-                torch.set_num_threads(self.device.threads)
-            set_seed(self.job.seed)
-            # A module that is given is there already.
-            loads = isinstance(self.device, Cuda) or not isinstance(self.source, FromModule)
-            with self._meter.window("load", Phase.LOAD) if loads else nullcontext(), no_progress_bars():
-                card = self.device.kind if isinstance(self.device, Cuda) else None
-                self._model = load_model(self.source, self.job, card)
-                if card is not None:
-                    move_unpacked_(self._model, card)
-            distributed.differ_by_rank(self.job.seed, self.processes.rank)
-        return self._model
+        return self._session.model
 
     # ------------------------------------------------------------------ parts of a run
 
     @contextmanager
-    def _prepared(self) -> Iterator[Loop]:
-        """The steps of the chosen plan; afterwards the model is as it was, but for its weights."""
-        distributed.require(self.choice.plan.ranks)
-        self._run = run = prepare(self.job, self.choice.plan, self.model)
-        ids = self.rows[0].get("input_ids")
-        try:
-            yield Loop(
-                job=self.job,
-                run=run,
-                batches=StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed),
-                eval_rows=self.eval_rows,
-                row_tokens=None if ids is None else len(ids),
-                micro_batch_size=self.choice.plan.micro_batch_size,
-                meter=self._meter,
-                device=self.device.kind,
-            )
-        finally:
-            run.release()
-            self._run = None
+    def _batches(self) -> Iterator[StepBatches]:
+        yield StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
 
-    def _evaluates_after(self, step: int) -> bool:
-        """Whether the run evaluates after a step (from 0)."""
-        if self.eval_rows is None:
-            return False
-        every = self._evaluate_every
-        return step == self.job.steps - 1 or (every is not None and (step + 1) % every == 0)
-
-    def _measure_the_end(self, loop: Loop) -> None:
-        """Measure evaluation and saving beside the optimizer state."""
-        if self.eval_rows is not None:
-            loop.measure_evaluation()
-        if self.folder is not None:
-            with self._meter.window("save", Phase.SAVE):
-                self.save_model(self.folder.path / "model")
-
-    def _held(self) -> Iterator[tuple[Kind, Tensor]]:
-        if self._model is None:
-            return iter(())
-        if self._run is None:
-            return held_by(self._model, None)
-        return held_by(self._model, self._run.optimizer, self._run.sharded.buckets())
+    @property
+    def _unit(self) -> str:
+        return "tok" if "input_ids" in self.rows[0] else "row"
 
 
 def _bytes(name: str, text: str | None) -> int | None:

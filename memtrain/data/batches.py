@@ -9,23 +9,63 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from typing import Final, Protocol
 
 import torch
 
 from memtrain.data.rows import Batch, Row, Rows, check_row
 
+TRAINING_ROWS: Final = "the training rows"
+"""What the rows of a step are called in messages."""
 
-def _batch(rows: Rows, indices: Iterable[int], what: str) -> Batch:
-    """The batch of the rows with these numbers, each compared with row 0 of all rows, in this batch or not."""
-    first = rows[0]
+
+class Batches(Protocol):
+    """The rows of every step of a run, in micro-batches; :func:`memtrain.data.loading.step_batches` gives them."""
+
+    def indices(self, step: int) -> list[int]:
+        """The numbers of the rows of ``step`` (counted from 0), in order."""
+        ...
+
+    def micro_batches(self, step: int, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[Batch]:
+        """The rows of ``step`` in micro-batches; of several processes each takes every ``ranks``-th."""
+        ...
+
+    def close(self) -> None:
+        """End what makes the rows; where that is this process, nothing."""
+        ...
+
+
+def stacked(rows: Iterable[tuple[int, Row]], first: Row, what: str) -> Batch:
+    """The batch of numbered rows, each compared with ``first``.
+
+    Raises:
+        ValueError: a row differs from it (:func:`memtrain.data.rows.check_row`).
+    """
     chosen: list[Row] = []
-    for index in indices:
-        row = rows[index]
-        check_row(row, first, index=index, what=what)
+    for number, row in rows:
+        check_row(row, first, index=number, what=what)
         chosen.append(row)
     return {name: torch.stack([row[name] for row in chosen]) for name in first}
+
+
+def shape_of(rows: Rows) -> Row:
+    """Row 0 without its data.
+
+    It is made once, and the generators of random numbers are put back. So a row that draws some does not change what the
+    run draws after it, and a run that is resumed draws the same.
+    """
+    import numpy
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return {name: torch.empty_like(tensor, device="meta") for name, tensor in rows[0].items()}
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
 
 
 class StepBatches:
@@ -34,6 +74,9 @@ class StepBatches:
     Each epoch is a permutation of all rows drawn from (seed, epoch). The epochs stand end to end, and step ``s`` takes the
     ``global_batch_size`` rows from position ``s * global_batch_size`` on: every row is seen once per epoch, a step may
     straddle two epochs or take several, and no row is dropped at an epoch's end.
+
+    Attributes:
+        first: row 0 without its data, which all rows must be like.
     """
 
     def __init__(self, rows: Rows, *, global_batch_size: int, seed: int) -> None:
@@ -47,6 +90,7 @@ class StepBatches:
         assert len(rows) >= 1
         assert global_batch_size >= 1
         self._rows = rows
+        self.first = shape_of(rows)
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._epoch = 0
@@ -83,13 +127,21 @@ class StepBatches:
         Raises:
             ValueError: a row differs from row 0 (:func:`memtrain.data.rows.check_row`).
         """
+        return [
+            stacked(((index, self._rows[index]) for index in indices), self.first, TRAINING_ROWS)
+            for _, indices in self.cuts(step, micro_batch_size, rank=rank, ranks=ranks)
+        ]
+
+    def cuts(self, step: int, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[tuple[int, list[int]]]:
+        """Of each micro-batch the position of its first row within the step, and the numbers of its rows."""
         assert micro_batch_size >= 1
         assert 0 <= rank < ranks
         indices = self.indices(step)
-        return [
-            _batch(self._rows, indices[start : start + micro_batch_size], "the training rows")
-            for start in range(rank * micro_batch_size, len(indices), ranks * micro_batch_size)
-        ]
+        starts = range(rank * micro_batch_size, len(indices), ranks * micro_batch_size)
+        return [(start, indices[start : start + micro_batch_size]) for start in starts]
+
+    def close(self) -> None:
+        """Nothing: the rows are made in this process."""
 
     def _permute(self, epoch: int) -> torch.Tensor:
         # A hash, because seed + epoch would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
@@ -117,9 +169,11 @@ def evaluation_batches(rows: Rows, micro_batch_size: int, *, rank: int = 0, rank
         raise ValueError(
             f"there are {len(rows)} rows to evaluate on, and each of {ranks} processes needs one: give more rows, or none."
         )
-    first, end = (-(-len(rows) * number // ranks) for number in (rank, rank + 1))
-    for start in range(first, end, micro_batch_size):
-        yield _batch(rows, range(start, min(start + micro_batch_size, end)), "the evaluation rows")
+    begin, end = (-(-len(rows) * number // ranks) for number in (rank, rank + 1))
+    first = shape_of(rows)
+    for start in range(begin, end, micro_batch_size):
+        numbers = range(start, min(start + micro_batch_size, end))
+        yield stacked(((number, rows[number]) for number in numbers), first, "the evaluation rows")
 
 
 def steps_for(epochs: float, rows: int, global_batch_size: int) -> int:

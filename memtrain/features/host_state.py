@@ -8,25 +8,27 @@ Source: Rajbhandari et al. 2021, arXiv 2104.07857; Ren et al. 2021, arXiv 2101.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from memtrain.features.update import one_by_one
+from memtrain.features.update import Update, is_finite, one_by_one
 from memtrain.place import placed, to_host
 from memtrain.trace.event import HOST
 
 
 def update_on_host_(
     optimizer: torch.optim.Optimizer, max_grad_norm: float | None, step: Callable[[Tensor], object] | None = None
-) -> tuple[Callable[[], Tensor | None], Callable[[], None]]:
+) -> tuple[Callable[[], Update], Callable[[], None]]:
     """Let backward send each gradient to the host, and return the update there and the undoing. In place.
 
-    The update clips, changes all weights, frees the gradients and returns their 2-norm before clipping, a scalar on the
-    host; None where nothing is clipped. No gradient is left on the device after backward.
+    The update clips, changes all weights unless the norm is not finite, frees the gradients and tells their 2-norm before
+    clipping, a scalar on the host. No gradient is left on the device after backward.
 
     Args:
+        max_grad_norm: as :func:`memtrain.features.update.update_after_backward` takes it.
         step: updates one parameter, which is the optimizer's only one meanwhile; by default the optimizer's own step.
     """
     gradients: dict[Tensor, Tensor] = {}
@@ -39,16 +41,18 @@ def update_on_host_(
         else:
             gradients[parameter] = sent
 
-    def update() -> Tensor | None:
+    def update() -> Update:
         # In the optimizer's order, in which the device would add up the norm.
         trained = [(parameter, alone) for parameter, alone in one_by_one(optimizer) if parameter in gradients]
         norm = None
         if max_grad_norm is not None:
             norm = _clip_([gradients[parameter] for parameter, _ in trained], max_grad_norm)
-        for parameter, alone in trained:
+        finite = is_finite(norm)
+        for parameter, alone in trained if finite else ():
             with alone():
                 _step(optimizer, parameter, gradients.pop(parameter), step)
-        return norm
+        gradients.clear()
+        return Update(norm, finite)
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(send) for group in optimizer.param_groups for parameter in group["params"]
@@ -101,5 +105,7 @@ def _clip_(gradients: list[Tensor], max_grad_norm: float) -> Tensor:
     What ``torch.nn.utils.clip_grad_norm_`` does, for gradients that no parameter holds.
     """
     norm = nn.utils.get_total_norm(gradients, foreach=True)
+    if max_grad_norm == math.inf:
+        return norm
     torch._foreach_mul_(gradients, torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from memtrain.features.update import clip_
+from memtrain.features.update import Update, clip_, is_finite
 
 
 def loss_scaler(model: nn.Module, *, initial_scale: float, growth_interval: int) -> torch.amp.GradScaler:
@@ -40,23 +40,31 @@ def loss_factor(scaler: torch.amp.GradScaler, model: nn.Module, share: float) ->
 
 def update_unscaled(
     optimizer: torch.optim.Optimizer, max_grad_norm: float | None, scaler: torch.amp.GradScaler
-) -> Callable[[], Tensor | None]:
+) -> Callable[[], Update]:
     """A function that divides the gradients by the scale, clips, updates unless one is not finite, and frees the gradients.
 
-    It returns the norm before clipping, a scalar that is not finite where the update was skipped; None where nothing is
-    clipped. The scaler's scale is smaller afterwards where the update was skipped, and only there.
+    The norm that it tells is not finite where the update was skipped. The scaler's scale is smaller afterwards where a gradient
+    was not finite, and only there.
+
+    Args:
+        max_grad_norm: as :func:`memtrain.features.update.update_after_backward` takes it; the scaler looks at the gradients
+            without a norm too.
     """
     # A fused step that is told of an overflow makes its momentum and does not write it (torch/optim/sgd.py, _fused_sgd), so the
     # scaler leaves the whole step out instead, which takes asking the device.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
-    def update() -> Tensor | None:
+    def update() -> Update:
+        scale = scaler.get_scale()
         # First, since a bound on the norm is one on the gradients' own.
         scaler.unscale_(optimizer)
         norm = clip_(optimizer, max_grad_norm)
-        scaler.step(optimizer)
+        # Gradients that are finite can have a norm that is not; a smaller scale would not help, since they are divided by it.
+        finite = is_finite(norm)
+        if finite:
+            scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return norm
+        return Update(norm, finite and scaler.get_scale() >= scale)
 
     return update

@@ -3,37 +3,61 @@
 Updating during backward frees each gradient at once, so that gradients never exist together (Lv et al. 2023, arXiv
 2306.09782). It is exact for rules that treat parameters one by one, and it needs the whole batch in one backward and no
 clipping by the global norm.
+
+An update after backward whose gradient has a norm that is not finite is left out, weights and state as they were. That takes a
+norm: without one an infinity or a NaN goes into the weights, as it does during backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
+class Update(NamedTuple):
+    """What an update came to.
+
+    Attributes:
+        grad_norm: 2-norm of the whole gradient before clipping, a scalar; None where it was not computed.
+        updated: whether weights were changed; an update is left out where the gradient is known not to be finite.
+    """
+
+    grad_norm: Tensor | None
+    updated: bool
+
+
 def update_after_backward(
     optimizer: torch.optim.Optimizer, max_grad_norm: float | None, step: Callable[[], object] | None = None
-) -> Callable[[], Tensor | None]:
-    """A function that clips, updates all weights and frees the gradients; it returns the norm before clipping, a scalar.
+) -> Callable[[], Update]:
+    """A function that clips, updates all weights unless the norm is not finite, and frees the gradients.
 
     Args:
-        max_grad_norm: bound on the norm of all gradients as one vector (Pascanu et al. 2013, arXiv 1211.5063); None for no
-            clipping, and no norm.
+        max_grad_norm: bound on the norm of all gradients as one vector (Pascanu et al. 2013, arXiv 1211.5063); infinite for
+            the norm without clipping; None for neither, and an update by whatever the gradient is.
         step: updates all weights; by default the optimizer's own step.
     """
 
-    def update() -> Tensor | None:
+    def update() -> Update:
         norm = clip_(optimizer, max_grad_norm)
-        optimizer.step() if step is None else step()
+        finite = is_finite(norm)
+        if finite:
+            optimizer.step() if step is None else step()
         optimizer.zero_grad(set_to_none=True)
-        return norm
+        return Update(norm, finite)
 
     return update
+
+
+def is_finite(norm: Tensor | None) -> bool:
+    """Whether a norm is finite, which waits for the device; nothing is known against one that was not computed."""
+    # As a number, because a comparison on the device would allocate its result.
+    return norm is None or math.isfinite(norm.item())
 
 
 def clip_(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor | None:
@@ -41,6 +65,8 @@ def clip_(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tens
     if max_grad_norm is None:
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if max_grad_norm == math.inf:
+        return nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None], foreach=True)
     # foreach is said, not left to a default that differs between devices.
     return nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
 
@@ -107,5 +133,6 @@ def one_by_one(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Calla
             yield parameter, partial(alone, group, parameter)
 
 
-def nothing_left() -> None:
-    """The update after a backward that has done it: none."""
+def nothing_left() -> Update:
+    """The update after a backward that has done it: none is left, and weights were changed by whatever the gradient was."""
+    return Update(None, updated=True)

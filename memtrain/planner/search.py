@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,17 +48,17 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
     """
     started = time.perf_counter()
     plans = list(candidates(predictor.job, predictor.blocks, constraints or {}, predictor.device, predictor.parts))
-    possible, refusals = _possible(plans, predictor.job, predictor.device)
+    possible, refusals = trainable(plans, predictor.job, predictor.device)
     if not possible:
         raise PlanRefused(refusals[0].reason)
     thrifty = _a_plan_that_fits(possible, predictor, budget, constraints or {})
-    cost = predictor.cost_model(_plainest(possible), sorted({plan.micro_batch_size for plan in possible}))
+    cost = predictor.cost_model(plainest(possible), sorted({plan.micro_batch_size for plan in possible}))
     possible.sort(key=cost.step_seconds)
 
     rejected: list[Rejected] = []
     for plan in possible:
         if over := _over(*_least_missing(plan, predictor, budget)):
-            least = predictor.least_bytes(plan) + _beside(predictor.device)
+            least = predictor.least_bytes(plan) + context_bytes(predictor.device)
             rejected.append(Rejected(plan=plan, reason=f"at least {over}", total_device_bytes=least, is_bound=True))
             continue
         try:
@@ -95,7 +96,7 @@ def choose(predictor: Predictor, budget: Budget, constraints: Mapping[str, Any] 
     )
 
 
-def _plainest(possible: Sequence[Plan]) -> Callable[[int], Plan]:
+def plainest(possible: Sequence[Plan]) -> Callable[[int], Plan]:
     """The plan of a micro-batch size whose work the cost model starts from: one that keeps its activations and logits.
 
     Its state is on the host where that is possible. The work is the same, and beside a card it is the plan that is most
@@ -117,13 +118,13 @@ def _missing(predicted: Footprint, budget: Budget) -> tuple[int, int]:
 
 def _least_missing(plan: Plan, predictor: Predictor, budget: Budget) -> tuple[int, int]:
     """Bytes that are missing on the device and on the host at the least, by what is known without simulating the plan."""
-    device = predictor.least_bytes(plan) + _beside(predictor.device) - budget.device_bytes
+    device = predictor.least_bytes(plan) + context_bytes(predictor.device) - budget.device_bytes
     host = 0 if budget.host_bytes is None else predictor.least_host_bytes(plan) - budget.host_bytes
     return max(0, device), max(0, host)
 
 
-def _beside(device: Device) -> int:
-    """Bytes that any plan takes of a device beside what it allocates."""
+def context_bytes(device: Device) -> int:
+    """Bytes that any plan takes of a device beside what it allocates: a card's context."""
     return device.context_bytes if isinstance(device, Cuda) else 0
 
 
@@ -145,7 +146,7 @@ def _over(device: int, host: int) -> str:
     return " and ".join(parts)
 
 
-def _possible(plans: Sequence[Plan], job: Job, device: Device) -> tuple[list[Plan], list[Rejected]]:
+def trainable(plans: Sequence[Plan], job: Job, device: Device) -> tuple[list[Plan], list[Rejected]]:
     """The plans that train the job, and those that do not with the reason."""
     possible: list[Plan] = []
     refusals: list[Rejected] = []
@@ -214,7 +215,7 @@ def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget:
             f"{_remedy(budget.host_limits, 'host_bytes')}{changes}."
         )
     alone = f"the weights alone are {format_bytes(predictor.weight_bytes)}"
-    if context := _beside(predictor.device):
+    if context := context_bytes(predictor.device):
         alone += f" and the card's context {format_bytes(context)}"
     hopeless = f"; {alone}" if predictor.weight_bytes + context > budget.device_bytes else ""
     beside = f", and {_exactly(host)} more of the host" if host else ""
@@ -226,25 +227,24 @@ def _nothing_fits(smallest: Footprint, plan: Plan, predictor: Predictor, budget:
 
 
 def _to_leave_open(plan: Plan, constraints: Mapping[str, Any]) -> str:
+    fields = open_to_less(plan, constraints)
+    return f", leave {' and '.join(fields)} to the planner" if fields else ""
+
+
+def open_to_less(plan: Plan, constraints: Mapping[str, Any]) -> list[str]:
     """The fields that are set, and not to what takes least."""
     least = (1, Recompute(), DuringBackward())
-    open_to_less = [
+    return [
         f"plan.{field}"
         for field in constraints
         if getattr(plan, field) not in least and not isinstance(getattr(plan, field), ChunkedLogits)
     ]
-    return f", leave {' and '.join(open_to_less)} to the planner" if open_to_less else ""
 
 
 def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budget) -> str:
     """What changes of the job would help and what each would need; they train something else, so nobody makes them unasked."""
     needs = []
-    for change, other, changed in predictor.cheaper_jobs(plan):
-        try:
-            found = other.footprint(other.trace(changed))
-        except ValueError:
-            # The model or the plan does not go with the change, which is then none that helps.
-            continue
+    for change, found in changed_jobs(predictor, plan):
         if _helps(found, smallest, budget):
             host = f" and {format_bytes(found.host_bytes)} of the host" if found.host_bytes else ""
             enough = "" if found.fits(budget) else ", still too much"
@@ -253,8 +253,18 @@ def _changes(smallest: Footprint, plan: Plan, predictor: Predictor, budget: Budg
     return f", or change the job: {listed}" if needs else ", shorten the rows or take a smaller model"
 
 
+def changed_jobs(predictor: Predictor, plan: Plan) -> Iterator[tuple[str, Footprint]]:
+    """Changes of the job that people make when nothing fits, and what each takes with the plan."""
+    for change, other, changed in predictor.cheaper_jobs(plan):
+        # Where the model or the plan does not go with the change, it is none that helps.
+        with suppress(ValueError):
+            yield change, other.footprint(other.trace(changed))
+
+
 def _helps(found: Footprint, smallest: Footprint, budget: Budget) -> bool:
-    """Whether a change brings the job nearer to the budget by more than a hundredth of what it needs."""
+    """Whether a change makes the job fit, or brings it nearer to that by more than a hundredth of what it needs."""
+    if found.fits(budget):
+        return True
     (device, host), (device_now, host_now) = _missing(found, budget), _missing(smallest, budget)
     if device_now:
         return device < device_now - smallest.total_device_bytes / 100

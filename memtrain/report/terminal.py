@@ -32,7 +32,7 @@ OWNERS_SHOWN = 5
 REJECTED_SHOWN = 12
 UNKNOWN = "–"
 # The fields of a plan as they are printed.
-_NAMES = {"micro_batch_size": "micro-batch", **{field: field.replace("_", " ") for field in POLICIES}}
+FIELD_NAMES = {"micro_batch_size": "micro-batch", **{field: field.replace("_", " ") for field in POLICIES}}
 
 
 def choice_view(choice: Choice) -> RenderableType:
@@ -43,11 +43,11 @@ def choice_view(choice: Choice) -> RenderableType:
         ("budget", _budget(choice.budget)),
         ("plan", _plan(choice)),
         ("why", Text("\n".join([_fastest(choice), *_why(choice)]))),
-        ("peak", _peak(peak, choice.budget)),
+        ("peak", peak_view(peak, choice.budget)),
         *([("host", _host(peak, choice.budget))] if peak.host_bytes else []),
         *([("allocator", Text(choice.allocator))] if choice.allocator else []),
-        ("reached", Text(f"in {peak.peak_phase}, by {_source(peak.peak_operator, peak.peak_module)}")),
-        ("held by", _owners(peak)),
+        ("reached", Text(f"in {peak.peak_phase}, by {source_words(peak.peak_operator, peak.peak_module)}")),
+        ("held by", owners_view(peak)),
         ("by phase", Columns([Text(f"{phase} {format_bytes(size)}") for phase, size in peak.by_phase.items()], padding=(0, 3))),
         (
             "step",
@@ -75,6 +75,17 @@ def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequenc
         budget: what the measured peak had to stay within.
         evaluations: (step, loss) in order; the first is from before training.
     """
+    table = bytes_table(comparison)
+    table.add_row("seconds per step", *_second_cells(comparison.predicted.step_seconds, comparison.measured.step_seconds))
+
+    lines: list[RenderableType] = [table, Text()]
+    if evaluations:
+        lines.append(Text(_evaluation_sentence(evaluations)))
+    return Group(*lines, Text(_closing_sentence(comparison, budget), style="bold"))
+
+
+def bytes_table(comparison: Comparison) -> Table:
+    """Predicted beside measured bytes: the peak, its kinds, what is taken of the device, and the peak of each phase."""
     predicted, measured = comparison.predicted, comparison.measured
     table = Table(
         Column(""),
@@ -93,12 +104,7 @@ def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequenc
         table.add_row("in total", *_byte_cells(predicted.total_device_bytes, measured.total_device_bytes))
     for phase in dict.fromkeys([*predicted.by_phase, *measured.by_phase]):
         table.add_row(f"peak in {phase}", *_byte_cells(predicted.by_phase.get(phase), measured.by_phase.get(phase)))
-    table.add_row("seconds per step", *_second_cells(predicted.step_seconds, measured.step_seconds))
-
-    lines: list[RenderableType] = [table, Text()]
-    if evaluations:
-        lines.append(Text(_evaluation_sentence(evaluations)))
-    return Group(*lines, Text(_closing_sentence(comparison, budget), style="bold"))
+    return table
 
 
 class TrainingProgress:
@@ -198,12 +204,12 @@ def _plan(choice: Choice) -> Table:
         words = attention_line(str(policy), choice.trace, choice.trace.why_math) if field == "attention" else str(policy)
         # One process is what everyone expects.
         if not isinstance(policy, Single):
-            table.add_row(_NAMES[field], words)
+            table.add_row(FIELD_NAMES[field], words)
     return table
 
 
 def _fastest(choice: Choice) -> str:
-    given = [f"{_NAMES[field]} {getattr(choice.plan, field)}" for field in choice.given]
+    given = [f"{FIELD_NAMES[field]} {getattr(choice.plan, field)}" for field in choice.given]
     return "the fastest plan that fits" + (f" with {', '.join(given)}, as it is set" if given else "")
 
 
@@ -211,12 +217,12 @@ def _why(choice: Choice) -> Iterator[str]:
     """For each field that is not at its plainest, what the plainest would have taken in a plan as near as there is."""
     chosen, plainest = choice.plan, Plan(micro_batch_size=choice.job.global_batch_size)
     tried = [other for other in choice.rejected if other.total_device_bytes is not None]
-    for field, name in _NAMES.items():
+    for field, name in FIELD_NAMES.items():
         plain = getattr(plainest, field)
         alike = [other for other in tried if getattr(other.plan, field) == plain]
         if getattr(chosen, field) == plain or not alike:
             continue
-        nearest = min(alike, key=lambda other: sum(getattr(other.plan, one) != getattr(chosen, one) for one in _NAMES))
+        nearest = min(alike, key=lambda other: sum(getattr(other.plan, one) != getattr(chosen, one) for one in FIELD_NAMES))
         assert nearest.total_device_bytes is not None
         least = "at least " if nearest.is_bound else ""
         size = nearest.plan.micro_batch_size
@@ -224,7 +230,8 @@ def _why(choice: Choice) -> Iterator[str]:
         yield f"with {name} {plain}{of_size} it would take {least}{format_bytes(nearest.total_device_bytes)}"
 
 
-def _peak(peak: Footprint, budget: Budget) -> RenderableType:
+def peak_view(peak: Footprint, budget: Budget) -> RenderableType:
+    """What the peak takes of the budget, and its kinds."""
     total = peak.peak_allocated_bytes
     kinds = _grid(
         Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(justify="right", no_wrap=True), Column(max_width=40)
@@ -249,10 +256,11 @@ def _host(peak: Footprint, budget: Budget) -> Text:
     return Text(f"{format_bytes(peak.host_bytes)}{bound}: {', '.join(kinds)}")
 
 
-def _owners(peak: Footprint) -> Table:
+def owners_view(peak: Footprint) -> Table:
+    """Who holds the most of the peak."""
     table = _grid(Column(justify="right", no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
     for owner in peak.owners[:OWNERS_SHOWN]:
-        source = f"{owner.phase}: {owner.storages} × {_source(owner.operator, owner.module)}"
+        source = f"{owner.phase}: {owner.storages} × {source_words(owner.operator, owner.module)}"
         table.add_row(format_bytes(owner.bytes), str(owner.kind), Text(source))
     return table
 
@@ -289,7 +297,8 @@ def _difference(plans: Sequence[Plan], chosen: Plan) -> str:
     return ", ".join(named) + (f" ({len(plans)} plans)" if len(plans) > 1 else "")
 
 
-def _source(operator: str, module: str) -> str:
+def source_words(operator: str, module: str) -> str:
+    """An operator and the module that called it."""
     return f"{operator} in {module}" if module else operator
 
 

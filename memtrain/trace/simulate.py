@@ -58,7 +58,7 @@ class DatalessRecorder(Recorder):
     ) -> None:
         super().__init__(model, vocabulary)
         self._device = device
-        self._values = Values(lambda sentence: self.assumed.setdefault(sentence), routing)
+        self._values = Values(lambda sentence: self.assumed.setdefault(sentence), routing, self._decides_on_update)
         # cuBLAS keeps one workspace for each thread that calls it: the caller's and autograd's.
         self._threads_with_workspace: set[bool] = set()
         # Operators whose kernel allocates nothing inside itself, by identity.
@@ -69,6 +69,10 @@ class DatalessRecorder(Recorder):
     def followed_routing(self) -> bool:
         """Whether anything depended on the choices of a router."""
         return self._values.followed_routing
+
+    def _decides_on_update(self) -> bool:
+        """Whether an update has begun, and no optimizer is at work in it."""
+        return self._forced in (Phase.FIRST_UPDATE, Phase.UPDATE) and not self._updating
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._values.is_plain_view(func, args, kwargs):

@@ -57,14 +57,21 @@ class Values:
     Args:
         assume: called with one sentence for every answer that had to be assumed.
         routing: how the choices of a router fall; unknown without it.
+        decides_on_update: whether what is asked now decides on an update that has begun; never by default.
 
     Attributes:
         followed_routing: whether any answer followed from the choices of a router.
     """
 
-    def __init__(self, assume: Callable[[str], object], routing: Routing | None = None) -> None:
+    def __init__(
+        self,
+        assume: Callable[[str], object],
+        routing: Routing | None = None,
+        decides_on_update: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._assume = assume
         self._routing = routing
+        self._decides_on_update = decides_on_update
         self._routed = False
         self.followed_routing = False
         self._layouts = Layouts()
@@ -233,6 +240,10 @@ class Values:
             self.followed_routing |= self._is_routed(tensor)
             return value.item()
         answer = False if tensor.dtype is torch.bool else 0.0 if tensor.is_floating_point() else 0
+        # The norm of a gradient is finite, as the flag of a scaled loss says that all are: the update that is taken is what needs
+        # memory, one left out needs less, and nothing is assumed.
+        if self._decides_on_update() and tensor.is_floating_point():
+            return answer
         self._assume(f"a {str(tensor.dtype).removeprefix('torch.')} value that only data can tell was taken for {answer}")
         return answer
 

@@ -22,6 +22,9 @@ from memtrain.checkpoint import Checkpoint, latest, places, read, remove_older, 
 from memtrain.checkpoint_writer import Writer
 
 
+ROOM = 2**20
+
+
 def number(value: int) -> dict[str, dict[str, Tensor]]:
     return {"model": {"w": torch.full((3,), float(value))}}
 
@@ -106,24 +109,24 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved(tmp_path: Path, monke
         return real(*arguments)
 
     monkeypatch.setattr(checkpoint_writer, "write", slow)
-    writer = Writer(tmp_path, keep=2)
+    writer = Writer(tmp_path, keep=2, copy_bytes=ROOM)
     weight, rows = torch.ones(3), [1]
     assert writer.save(1, {"model": {"w": weight}}, {"rows": rows}) is None
     weight.zero_()
     rows.append(2)
     assert list(tmp_path.iterdir()) == []
     go_on.set()
-    assert writer.close() is None
+    assert writer.wait() is None
     found = read(tmp_path / "step-000000001")
     assert (values(found), found.facts) == ([1.0, 1.0, 1.0], {"rows": [1]})
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, asynchronous: bool) -> None:
-    writer = Writer(tmp_path, keep=2, asynchronous=asynchronous)
+    writer = Writer(tmp_path, keep=2, copy_bytes=ROOM * asynchronous)
     for step in (1, 2, 3, 4):
         assert writer.save(step, number(step), {}, also={1}) is None
-    assert writer.close() is None
+    assert writer.wait() is None
     assert [read(place).step for place in places(tmp_path)] == [4, 3, 1]
 
 
@@ -131,7 +134,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, asynchronous: bool)
 def test_the_one_just_written_stays_among_later_ones(tmp_path: Path, asynchronous: bool) -> None:
     for step in (8, 9):
         write(tmp_path, step, number(step), {})
-    writer = Writer(tmp_path, keep=1, asynchronous=asynchronous)
+    writer = Writer(tmp_path, keep=1, copy_bytes=ROOM * asynchronous)
     writer.save(5, number(5), {})
     writer.wait()
     assert [read(place).step for place in places(tmp_path)] == [9, 5]
@@ -141,7 +144,7 @@ def test_without_a_thread_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.
     written = []
     monkeypatch.setattr(checkpoint_writer, "write", lambda folder, step, groups, facts: written.append(groups))
     groups = number(1)
-    Writer(tmp_path, keep=1, asynchronous=False).save(1, groups, {})
+    Writer(tmp_path, keep=1, copy_bytes=0).save(1, groups, {})
     assert written[0] is groups
 
 
@@ -150,7 +153,7 @@ def test_a_host_without_room_for_the_copy_waits_for_the_disk(tmp_path: Path, mon
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(checkpoint_writer, "to_host", full)
-    assert Writer(tmp_path, keep=1).save(1, number(1), {}) is None
+    assert Writer(tmp_path, keep=1, copy_bytes=ROOM).save(1, number(1), {}) is None
     assert read(tmp_path / "step-000000001").step == 1
 
 
@@ -158,26 +161,26 @@ def test_a_host_without_room_for_the_copy_waits_for_the_disk(tmp_path: Path, mon
 def test_what_went_wrong_is_told_once_and_the_run_goes_on(tmp_path: Path, asynchronous: bool) -> None:
     blocked = tmp_path / "run"
     blocked.write_text("a file")
-    writer = Writer(blocked, keep=1, asynchronous=asynchronous)
+    writer = Writer(blocked, keep=1, copy_bytes=ROOM * asynchronous)
     told = [writer.save(1, number(1), {}), writer.wait()]
     assert [sentence is None for sentence in told] == [asynchronous, not asynchronous]
     assert f"the checkpoint of step 1 cannot be written to {blocked} (File exists)" in str(told)
     blocked.unlink()
     assert writer.save(2, number(2), {}) is None
-    assert writer.close() is None
+    assert writer.wait() is None
     assert read(blocked / "step-000000002").step == 2
 
 
 def test_a_save_tells_what_went_wrong_before(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, keep=1)
+    writer = Writer(tmp_path, keep=1, copy_bytes=ROOM)
     writer.save(1, {"model": {"w": torch.ones(1, dtype=torch.complex64)}}, {})
     assert str(writer.save(2, number(2), {})).startswith("w is torch.complex64")
-    assert writer.close() is None
+    assert writer.wait() is None
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_mistake_in_the_thread_is_raised_where_it_is_waited_for(tmp_path: Path, asynchronous: bool) -> None:
-    writer = Writer(tmp_path, keep=0, asynchronous=asynchronous)
+    writer = Writer(tmp_path, keep=0, copy_bytes=ROOM * asynchronous)
     if asynchronous:
         assert writer.save(1, number(1), {}) is None
     with pytest.raises(ValueError, match="keep is 0"):
@@ -208,7 +211,7 @@ def end(folder: Path) -> None:
         return real(*arguments)
 
     vars(checkpoint_writer)["write"] = slow
-    Writer(folder, keep=1).save(1, number(1), {})
+    Writer(folder, keep=1, copy_bytes=ROOM).save(1, number(1), {})
     print("ended")
 
 
@@ -249,7 +252,7 @@ def kill(folder: Path) -> None:
 
 
 def write_until_killed(folder: Path, step: int, pipe: int, *, asynchronous: bool) -> None:
-    writer = Writer(folder, keep=1, asynchronous=asynchronous)
+    writer = Writer(folder, keep=1, copy_bytes=ROOM * asynchronous)
     while True:
         step += 1
         wrong = writer.save(step, number(step), {}) or writer.wait()

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_update import loss_of, network, optimizer_of
-from torch import Tensor, nn
+from torch import nn
 
 from memtrain.features.host_state import step_on_host, update_on_host_
-from memtrain.features.update import update_after_backward, update_during_backward_
+from memtrain.features.update import Update, nothing_left, update_after_backward, update_during_backward_
 
-Update = Callable[[], Tensor | None]
-Prepare = Callable[[torch.optim.Optimizer], Update]
+Prepare = Callable[[torch.optim.Optimizer], Callable[[], Update]]
 
 
 def on_host(max_grad_norm: float | None) -> Prepare:
@@ -37,7 +36,7 @@ def trained(prepare: Prepare, *, micro_batches: int = 1) -> tuple[nn.Module, tor
             group["lr"] = 0.1 / (number + 1)
         for part in range(micro_batches):
             (loss_of(model, 10 * number + part) / micro_batches).backward()
-        norm = update()
+        norm = update().grad_norm
         norms.append(None if norm is None else norm.item())
     return model, optimizer, norms
 
@@ -67,9 +66,9 @@ def test_an_update_on_the_host_is_exact(max_grad_norm: float | None, micro_batch
 
 def test_a_step_on_the_host_during_backward_is_exact() -> None:
     def during(step: Callable[[torch.optim.Optimizer], Any]) -> Prepare:
-        def prepare(optimizer: torch.optim.Optimizer) -> Update:
+        def prepare(optimizer: torch.optim.Optimizer) -> Callable[[], Update]:
             update_during_backward_(optimizer, step(optimizer))
-            return lambda: None
+            return nothing_left
 
         return prepare
 
@@ -84,9 +83,9 @@ def test_an_update_clips_by_the_norm_of_all_gradients_as_one_vector() -> None:
     weights = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 1))]
     update, _ = update_on_host_(torch.optim.SGD(weights, lr=1.0), max_grad_norm=1.0)
     (3.0 * weights[0].sum() - 4.0 * weights[1].sum()).backward()
-    norm = update()
+    norm, updated = update()
     assert norm is not None
-    assert (norm.shape, norm.item()) == ((), 5.0)
+    assert (norm.shape, norm.item(), updated) == ((), 5.0, True)
     torch.testing.assert_close(torch.cat([weight.detach().view(1) for weight in weights]), torch.tensor([-0.6, 0.8]))
 
 

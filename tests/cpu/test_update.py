@@ -75,9 +75,9 @@ def test_an_update_clips_by_the_norm_of_all_gradients_as_one_vector_and_frees_th
     optimizer = torch.optim.SGD(weights, lr=1.0)
     update = update_after_backward(optimizer, max_grad_norm=1.0)
     weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([[-4.0]])
-    norm = update()
+    norm, updated = update()
     assert norm is not None
-    assert (norm.shape, norm.item()) == ((), 5.0)
+    assert (norm.shape, norm.item(), updated) == ((), 5.0, True)
     torch.testing.assert_close(torch.cat([weight.detach().view(1) for weight in weights]), torch.tensor([-0.6, 0.8]))
     assert [weight.grad for weight in weights] == [None, None]
 
@@ -86,7 +86,7 @@ def test_a_gradient_within_the_norm_is_left() -> None:
     weight = nn.Parameter(torch.zeros(2))
     update = update_after_backward(torch.optim.SGD([weight], lr=1.0), max_grad_norm=10.0)
     weight.grad = torch.tensor([3.0, 4.0])
-    assert update() == 5.0
+    assert update() == (5.0, True)
     assert weight.tolist() == [-3.0, -4.0]
 
 
@@ -94,7 +94,7 @@ def test_without_a_bound_nothing_is_clipped_and_no_norm_is_told() -> None:
     weight = nn.Parameter(torch.zeros(1))
     update = update_after_backward(torch.optim.SGD([weight], lr=1.0), max_grad_norm=None)
     weight.grad = torch.tensor([1e6])
-    assert update() is None
+    assert update() == (None, True)
     assert weight.item() == -1e6
     assert weight.grad is None
 
@@ -103,7 +103,7 @@ def test_a_weight_without_a_gradient_stays() -> None:
     weights = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))]
     update = update_after_backward(torch.optim.SGD(weights, lr=1.0), max_grad_norm=1.0)
     weights[0].grad = torch.tensor([0.5])
-    assert update() == 0.5
+    assert update() == (0.5, True)
     assert [weight.item() for weight in weights] == [0.5, 1.0]
 
 

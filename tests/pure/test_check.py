@@ -10,7 +10,7 @@ from cards import CARD, CPU
 
 from memtrain.check import PlanRefused, check
 from memtrain.device import Device
-from memtrain.job import Approximation, Job
+from memtrain.job import Approximation, Job, NotFinite
 from memtrain.method import Full, Lora
 from memtrain.plan import (
     DataParallel,
@@ -83,6 +83,17 @@ def test_what_a_precision_cannot_go_with_is_refused_with_the_remedy(plan: Plan, 
     job = Job(model="tiny", global_batch_size=4, steps=1, precision=precision, max_grad_norm=None, allow=allow)
     assert refusal_of(plan, job) == sentence
     check(dataclasses.replace(plan), dataclasses.replace(job, precision=AutocastBf16()))
+
+
+def test_an_update_during_backward_comes_too_early_to_be_left_out() -> None:
+    plan = Plan(micro_batch_size=4, update=DuringBackward())
+    job = Job(model="tiny", global_batch_size=4, steps=1, max_grad_norm=None, on_not_finite=NotFinite.SKIP)
+    assert refusal_of(plan, job) == (
+        "an update during backward changes weights before the whole gradient is known to be finite, so that on_not_finite skip "
+        "comes too late: set on_not_finite to stop or update after backward."
+    )
+    check(Plan(micro_batch_size=4), job)
+    check(plan, dataclasses.replace(job, on_not_finite=NotFinite.STOP))
 
 
 @pytest.mark.parametrize(("state", "kernel"), [(Paged(), Fused()), (EightBit(), Fused()), (OnDevice(), Foreach())], ids=str)

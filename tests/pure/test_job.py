@@ -11,7 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.job import Adafactor, Adam, AdamW, Approximation, Budget, Constant, Cosine, Job, Limit, Lion, Muon, Sgd
+from memtrain.job import (
+    Adafactor,
+    Adam,
+    AdamW,
+    Approximation,
+    Budget,
+    Constant,
+    Cosine,
+    Job,
+    Limit,
+    Lion,
+    Muon,
+    NotFinite,
+    Sgd,
+    not_finite,
+)
 from memtrain.precision import Bf16, Fp32
 
 JOB = Job(model="tiny", global_batch_size=8, steps=10)
@@ -78,6 +93,7 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
             lambda: replace(JOB, max_grad_norm=0.0),
             "max_grad_norm is 0.0, and it must be above 0, or null for no clipping.",
         ),
+        (lambda: replace(JOB, on_not_finite="ignore"), "on_not_finite is 'ignore', and it must be stop or skip."),
         (lambda: replace(JOB, precision="bf16"), "precision is 'bf16', and it must be one of memtrain's, such as Bf16()."),
         (
             lambda: replace(JOB, allow=frozenset({"four_bit_state"})),
@@ -98,6 +114,11 @@ def test_the_edges_of_the_rules_are_allowed() -> None:
     Cosine(final_fraction=0.0)
     Cosine(final_fraction=1.0)
     Job(model="tiny", global_batch_size=1, steps=1, max_grad_norm=None)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_unless_the_job_says_otherwise() -> None:
+    assert JOB.on_not_finite is NotFinite.STOP
+    assert [not_finite(name) for name in ("stop", "skip")] == list(NotFinite)
 
 
 def test_a_job_cannot_be_changed_after_it_was_checked() -> None:

@@ -1,0 +1,213 @@
+"""What one Trainer trains: the model, the plan in force and the run that the plan makes of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtrain import distributed, machine
+from memtrain.data.batches import StepBatches
+from memtrain.data.rows import Rows, check_row
+from memtrain.device import Cpu, Cuda, Device
+from memtrain.job import Budget, Job
+from memtrain.loop import Loop
+from memtrain.machine import Processes
+from memtrain.measure import meter
+from memtrain.models.build import FromModule, ModelSource
+from memtrain.models.load import load_model
+from memtrain.models.objective import check_suits
+from memtrain.models.quantize import move_unpacked_
+from memtrain.models.save import no_progress_bars
+from memtrain.plan import OnHost, ranks_of
+from memtrain.planner.choice import Choice
+from memtrain.planner.predict import Predictor
+from memtrain.planner.search import choose
+from memtrain.planner.smaller import next_smaller, ways_out
+from memtrain.run import Run, prepare
+from memtrain.state import carry_over_
+from memtrain.trace.event import Kind, Phase
+from memtrain.trace.profile import held_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a Trainer was given, checked.
+
+    Attributes:
+        job, source, device, budget: what is trained, on what, and within how much.
+        rows, eval_rows: to train on, and to evaluate on if there are any.
+        constraints: fields of the plan that are set.
+        processes: which of several processes this one is.
+    """
+
+    job: Job
+    source: ModelSource
+    device: Device
+    budget: Budget
+    rows: Rows
+    eval_rows: Rows | None
+    constraints: Mapping[str, Any]
+    processes: Processes
+
+
+class Session:
+    """The model, its plan and its run; each is made when it is first asked for."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self.choice: Choice | None = None
+        self.run: Run | None = None
+        self._model: nn.Module | None = None
+        self.meter = meter(given.device, self._held)
+
+    # ------------------------------------------------------------------ the plan
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        """Of the first process, which plans for all."""
+        given = self.given
+        first = given.rows[0]
+        ranks = ranks_of(given.constraints)
+        if given.eval_rows is not None and len(given.eval_rows) < ranks:
+            raise ValueError(
+                f"eval_data has {len(given.eval_rows)} rows for {ranks} processes, and each evaluates one or more: give more "
+                f"rows, or start fewer processes."
+            )
+        predictor = Predictor(
+            given.job,
+            given.source,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()},
+            given.device,
+            evaluation_rows=0 if given.eval_rows is None else len(given.eval_rows),
+            allocator=machine.allocator_settings(),
+        )
+        check_suits(predictor.model, given.rows, "data")
+        if given.eval_rows is not None:
+            check_row(given.eval_rows[0], first, index=0, what="eval_data, compared with data,")
+            check_suits(predictor.model, given.eval_rows, "eval_data")
+        return predictor
+
+    def plan(self, constraints: Mapping[str, Any]) -> Choice:
+        """The fastest plan that fits, made by the first process for all; it is in force from now on.
+
+        Raises:
+            NoPlanFits: with the smallest plan and the missing bytes.
+            ValueError: the model has no loss, or the constraints leave no plan.
+        """
+        self.choice = distributed.from_first(lambda: choose(self._predictor, self.given.budget, constraints))
+        return self.choice
+
+    def plan_smaller(self, needed_bytes: int | None) -> Choice:
+        """The next smaller plan than the one in force, which ran out of memory; it is in force from now on.
+
+        Args:
+            needed_bytes: what was held of the device, where that is known.
+
+        Raises:
+            NoPlanFits: there is none.
+        """
+        failed, constraints = self._chosen(), self.given.constraints
+        self.choice = distributed.from_first(lambda: next_smaller(self._predictor, failed, constraints, needed_bytes))
+        return self.choice
+
+    def ways_out(self) -> list[tuple[str, int, bool]]:
+        """What would take less than the plan in force, where no smaller plan is left; as :func:`memtrain.planner.smaller.ways_out`."""
+        return list(ways_out(self._predictor, self._chosen(), self.given.constraints))
+
+    def _chosen(self) -> Choice:
+        assert self.choice is not None, "nothing is planned yet"
+        return self.choice
+
+    # ------------------------------------------------------------------ the model
+
+    @property
+    def model(self) -> nn.Module:
+        """The real model, loaded on first use; a module that was given is itself."""
+        if self._model is None:
+            from accelerate.utils import set_seed
+
+            given = self.given
+            machine.require(given.device)
+            if isinstance(given.device, Cpu):
+                # The prediction counts the scratch memory of so many threads.
+                torch.set_num_threads(given.device.threads)
+            set_seed(given.job.seed)
+            # A module that is given is there already.
+            loads = isinstance(given.device, Cuda) or not isinstance(given.source, FromModule)
+            with self.meter.window("load", Phase.LOAD) if loads else nullcontext(), no_progress_bars():
+                card = given.device.kind if isinstance(given.device, Cuda) else None
+                self._model = load_model(given.source, given.job, card)
+                if card is not None:
+                    move_unpacked_(self._model, card)
+            distributed.differ_by_rank(given.job.seed, given.processes.rank)
+        return self._model
+
+    @property
+    def loads_again(self) -> bool:
+        """Whether the model can be had again as it was at first."""
+        return not isinstance(self.given.source, FromModule)
+
+    def forget_model(self) -> None:
+        """Let the model be loaded anew when it is next asked for."""
+        assert self.loads_again
+        self.end()
+        self._model = None
+
+    # ------------------------------------------------------------------ the run
+
+    def begin(self, batches: StepBatches, first: int, ask: Callable[[], None]) -> Loop:
+        """The steps of the plan in force, from step ``first`` (from 0) on."""
+        distributed.require(self._chosen().plan.ranks)
+        model = self.model
+        self.run = prepare(self.given.job, self._chosen().plan, model)
+        return self._loop(self.run, batches, first, ask)
+
+    def go_on(self, loop: Loop, first: int) -> Loop:
+        """The same steps under the plan in force, which has changed, with the optimizer's state as it is."""
+        assert self.run is not None
+        given, plan = self.given, self._chosen().plan
+        self.run = carry_over_(
+            self.run,
+            lambda: prepare(given.job, plan, self.model),
+            same_place=plan.optimizer_state == loop.plan.optimizer_state,
+            state_on_host=isinstance(plan.optimizer_state, OnHost),
+        )
+        # What was measured is of another plan.
+        self.meter = meter(given.device, self._held)
+        return replace(self._loop(self.run, loop.batches, first, loop.ask), evaluation_batch_size=loop.evaluation_batch_size)
+
+    def end(self) -> None:
+        """Give the model back as it was, but for its weights."""
+        if self.run is not None:
+            self.run.release()
+            self.run = None
+
+    def _loop(self, run: Run, batches: StepBatches, first: int, ask: Callable[[], None]) -> Loop:
+        given, plan = self.given, self._chosen().plan
+        ids = given.rows[0].get("input_ids")
+        return Loop(
+            job=given.job,
+            run=run,
+            plan=plan,
+            batches=batches,
+            eval_rows=given.eval_rows,
+            row_tokens=None if ids is None else len(ids),
+            evaluation_batch_size=plan.micro_batch_size,
+            meter=self.meter,
+            device=given.device.kind,
+            first=first,
+            ask=ask,
+        )
+
+    def _held(self) -> Iterator[tuple[Kind, Tensor]]:
+        if self._model is None:
+            return iter(())
+        if self.run is None:
+            return held_by(self._model, None)
+        return held_by(self._model, self.run.optimizer, self.run.sharded.buckets())
