@@ -104,7 +104,7 @@ def measure(job: GpuJob) -> Result:
     seconds = []
     for number in range(STEPS):
         started = time.perf_counter()
-        step_until_finite(run, lambda: batches(job, "cuda"), number + 1, ())
+        step_until_finite(run, lambda: batches(job, "cuda"))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
         if recorded and number < 2:

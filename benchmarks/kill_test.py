@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import importlib
 import json
@@ -27,13 +28,15 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kill_places import ASIDE, PLACES, Aim, aim_
+from left_behind import differences, last_taken, logged, rows
 
 STEPS, ROWS, GLOBAL_BATCH, CHECKPOINT_EVERY = 14, 20, 8, 3
 # Where a kill came that was sent from outside.
@@ -45,9 +48,7 @@ _MOST_ATTEMPTS = 100
 _MOST_TROUBLES = 5
 # torch's workers look every five seconds whether their parent lives (torch/utils/data/_utils/worker.py).
 _WORKERS_END_SECONDS = 20.0
-# What is logged of a step that no clock decides.
-_TIMES = ("step_seconds", "tokens_per_second", "rows_per_second")
-JOBS = ("plain", "during backward", "8-bit state", "adapters", "fp16", "a worker")
+JOBS = ("plain", "written by a thread", "during backward", "8-bit state", "adapters", "fp16", "a worker")
 
 
 def settings(job: str) -> dict[str, Any]:
@@ -59,6 +60,8 @@ def settings(job: str) -> dict[str, Any]:
     halves = {"micro_batch_size": GLOBAL_BATCH // 2}
     found: dict[str, dict[str, Any]] = {
         "plain": {"constraints": halves},
+        # Its settings are the plain ones.
+        "written by a thread": {"constraints": halves},
         "during backward": {"constraints": {"update": "during_backward"}, "max_grad_norm": None},
         "8-bit state": {"constraints": {**halves, "optimizer_state": "eight_bit"}, "allow": (Approximation.EIGHT_BIT_STATE,)},
         "adapters": {"constraints": halves, "method": Lora(rank=2, dropout=0.1)},
@@ -72,16 +75,6 @@ def settings(job: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one attempt, in a process of its own
 
 
-def rows(count: int, length: int = 16) -> list[dict[str, Any]]:
-    """Rows of which each begins with its own number."""
-    import torch
-
-    found = [(torch.arange(length) * 7 + number * 13) % 90 + 7 for number in range(count)]
-    for number, ids in enumerate(found):
-        ids[0] = number
-    return [{"input_ids": ids, "labels": ids} for ids in found]
-
-
 def train(job: str, folder: Path, aim: Aim) -> None:
     """The call that is made again and again."""
     from memtrain import AdamW, Trainer
@@ -90,8 +83,8 @@ def train(job: str, folder: Path, aim: Aim) -> None:
     model = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     trainer = Trainer(
         model={**model, "bos_token_id": 1, "eos_token_id": 2},
-        data=rows(ROWS),
-        eval_data=rows(6),
+        data=rows(ROWS, 16),
+        eval_data=rows(6, 16),
         budget="64MiB",
         global_batch_size=GLOBAL_BATCH,
         steps=STEPS,
@@ -117,14 +110,14 @@ def train(job: str, folder: Path, aim: Aim) -> None:
     trainer.train()
 
 
-def logged(folder: Path, *, evaluations: bool = False) -> list[dict[str, Any]]:
-    """What is logged of the steps, or of evaluations too, without times; a line that is cut short is left out."""
-    found: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError):
-        for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                found.append({name: value for name, value in json.loads(line).items() if name not in _TIMES})
-    return [row for row in found if evaluations or "loss" in row]
+def _threaded() -> AbstractContextManager[Any]:
+    """Let checkpoints be copied and written by a thread, as they are where there is a card."""
+    from memtrain.checkpoint_writer import Writer
+
+    def copying(*given: Any, **named: Any) -> Writer:
+        return Writer(*given, **{**named, "copy_bytes": 2**24})
+
+    return patch("memtrain.keeper.Writer", copying)
 
 
 def _attempt(job: str, folder: Path, place: str, number: int) -> None:
@@ -138,7 +131,8 @@ def _attempt(job: str, folder: Path, place: str, number: int) -> None:
         os.dup2(output, 2)
         aim = Aim(place, number)
         aim_(aim, folder / "run")
-        train(job, folder, aim)
+        with _threaded() if job == "written by a thread" else nullcontext():
+            train(job, folder, aim)
         (folder / "passed.json").write_text(json.dumps(aim.passed), encoding="utf-8")
         (folder / "modules.json").write_text(json.dumps(sorted(sys.modules)), encoding="utf-8")
         status = 0
@@ -158,8 +152,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     from memtrain.checkpoint import latest
 
     run = folder / "run"
-    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-    lines = [{name: value for name, value in json.loads(line).items() if name not in _TIMES} for line in text.splitlines()]
+    lines = logged(folder, evaluations=True)
     newest, troubles = latest(run / "checkpoints")
     if newest is None:
         raise ValueError(f"there is no whole checkpoint: {troubles}")
@@ -174,27 +167,6 @@ def outcome(folder: Path) -> dict[str, Any]:
     words = [line.partition(" ") for line in (folder / "rows.txt").read_text(encoding="utf-8").splitlines()]
     taken = last_taken(((int(step), json.loads(numbers)) for step, _, numbers in words), GLOBAL_BATCH)
     return found | {f"rows of step {step}": numbers for step, numbers in taken.items()}
-
-
-def last_taken(taken: Iterable[tuple[int, list[int]]], count: int) -> dict[int, list[int]]:
-    """The rows of each step, ``count`` of them, as they were trained on the last time.
-
-    Args:
-        taken: a step and the rows of a micro-batch, in the order of time.
-    """
-    found: dict[int, list[int]] = {}
-    for step, numbers in taken:
-        found.setdefault(step, []).extend(numbers)
-    return {step: numbers[-count:] for step, numbers in found.items()}
-
-
-def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """A sentence for each thing in which two outcomes differ."""
-    return [
-        f"{name}: {found.get(name, 'nothing')} where the undisturbed run has {expected.get(name, 'nothing')}"
-        for name in dict.fromkeys((*expected, *found))
-        if name not in expected or name not in found or expected[name] != found[name]
-    ]
 
 
 # ---------------------------------------------------------------------- the process that forks
@@ -224,6 +196,8 @@ class Server:
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
         expected = outcome(undisturbed)
+        # Runs collect garbage; what the libraries hold is none, and is much.
+        gc.freeze()
         again = self._new("again")
         seconds = self._run(again)
         passed = Counter(json.loads((again / "passed.json").read_text(encoding="utf-8")))
@@ -321,15 +295,16 @@ def left_over(sessions: Sequence[int], seconds: float = _WORKERS_END_SECONDS) ->
     end = time.monotonic() + seconds
     living = list(sessions)
     while living and time.monotonic() < end:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         living = [session for session in living if _lives(session)]
         time.sleep(0.05)
     return [f"the attempt in process {session} left another behind" for session in living]
 
 
 def _lives(session: int) -> bool:
+    with suppress(ChildProcessError):
+        # Those that have ended and nobody has asked for.
+        while os.waitpid(-session, os.WNOHANG)[0]:
+            pass
     try:
         os.killpg(session, 0)
     except ProcessLookupError:

@@ -28,9 +28,8 @@ from torch import Tensor
 from memtrain.units import format_bytes
 
 FORMAT = 1
-# A reader maps one file at a time.
+# A reader maps one file at a time; a writer copies so much to the host at a time.
 SHARD_BYTES = 2**30
-# A writer copies so much to the host at a time.
 _PIECE_BYTES = 2**26
 _MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{9,})(-replaced)?")
@@ -96,7 +95,7 @@ class Checkpoint:
 def write(folder: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> Path:
     """Write a checkpoint into ``folder`` and return its place. One of the same step goes when the new one is complete.
 
-    The host needs room for 64 MiB beside the tensors; a card for a copy of a tensor that is not contiguous.
+    The host needs room for 64 MiB beside the tensors, or for one that is not contiguous; a card needs none.
 
     Args:
         step: optimizer steps taken.
@@ -218,7 +217,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ordered:
-        values = tensor.detach().reshape(-1)
+        # A card may have no room for the copy that a tensor which is not contiguous takes.
+        values = (tensor if tensor.is_contiguous() else tensor.cpu()).detach().reshape(-1)
         for piece in values.split(_PIECE_BYTES // tensor.itemsize):
             # One value may keep the stride of where it came from, and bytes lie side by side.
             yield piece.cpu().contiguous().as_strided(piece.shape, (1,)).view(torch.uint8).numpy().data

@@ -11,6 +11,7 @@ import torch
 from memtrain import distributed
 from memtrain.checkpoint import Checkpoint, latest
 from memtrain.checkpoint_writer import Writer
+from memtrain.out_of_memory import OutOfMemory, attempt
 from memtrain.plan import OnHost, Plan, to_dict
 from memtrain.run import Run
 from memtrain.state import restore_, state_of
@@ -87,7 +88,10 @@ class Keeper:
                 "random": [[python, numpy] for _, python, numpy in random],
             }
             best = () if self._best is None else (self._best[0],)
-            trouble = self._writer.save(step, {**state.groups, **others}, facts, best)
+            groups, writer = {**state.groups, **others}, self._writer
+            trouble = attempt(lambda: writer.save(step, groups, facts, best))
+            if isinstance(trouble, OutOfMemory):
+                trouble = f"memory ran out in writing the checkpoint of step {step} ({trouble.said}): it is not there."
             if trouble:
                 self._tell(trouble)
                 return False

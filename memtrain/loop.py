@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from memtrain.data.batches import StepBatches, evaluation_batches
+from memtrain.data.batches import Batches, evaluation_batches
 from memtrain.data.rows import Batch, Rows
-from memtrain.job import Job
+from memtrain.job import Job, NotFinite
 from memtrain.measure import Meter
+from memtrain.not_finite import Health, NotFiniteStep, what_happened, why_not_finite
 from memtrain.plan import Plan
 from memtrain.recovery import step_until_finite
 from memtrain.run import Run, StepResult
@@ -47,12 +48,14 @@ class Loop:
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
         first: the step (from 0) that this run begins with.
+        tell: called with a sentence about a step that was left out.
+        health: what is remembered of the last steps.
         ask: called before each micro-batch and each batch of an evaluation; what it raises breaks them off.
     """
 
     job: Job
     run: Run
-    batches: StepBatches
+    batches: Batches
     eval_rows: Rows | None
     row_tokens: int | None
     plan: Plan
@@ -60,6 +63,8 @@ class Loop:
     meter: Meter
     device: str
     first: int = 0
+    tell: Callable[[str], object] = lambda _: None
+    health: Health = field(default_factory=Health)
     ask: Callable[[], None] = lambda: None
 
     @property
@@ -71,7 +76,8 @@ class Loop:
         """One optimizer step, from 0, and what is logged about it.
 
         Raises:
-            ValueError: the loss is not a finite number; the weights were updated with it.
+            ValueError: the loss or the gradient is not finite, and the job does not say to skip such a step; the weights were
+                updated with it; too many steps were skipped; or the loss scale has collapsed.
         """
         run, rate = self.run, learning_rate(self.job, step)
         self._set_rate(rate)
@@ -84,11 +90,9 @@ class Loop:
         loss = result.loss.item()
         seconds = time.perf_counter() - started
         counted = self.job.global_batch_size * (self.row_tokens or 1)
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of step {step + 1} is {loss} and has spoilt the weights: "
-                f"lower the learning rate of {rate:g}, or look at rows {self.batches.indices(step)}."
-            )
+        finite = result.updated and math.isfinite(loss)
+        if not finite:
+            self._not_finite(step, loss, result, overflows)
         row = {
             "step": step + 1,
             "loss": loss,
@@ -100,7 +104,29 @@ class Loop:
             row["grad_norm"] = result.grad_norm.item()
         if run.scaler.is_enabled():
             row |= {"loss_scale": run.scaler.get_scale(), "overflows": overflows}
+        if not result.updated:
+            row["skipped"] = 1
+        self.health.check(step + 1, left_out=not finite, scale=row.get("loss_scale"))
         return row
+
+    def _not_finite(self, step: int, loss: float, result: StepResult, overflows: int) -> None:
+        """Say of a step (from 0) what is not finite; the run ends with it unless the job says to skip such steps."""
+        numbers = self.batches.indices(step)
+        scale = self.run.scaler.get_scale() / 2**overflows if self.run.scaler.is_enabled() else None
+        happened = what_happened(step + 1, loss, result, overflows, scale)
+        if result.updated and result.grad_norm is None and scale is None:
+            # Nobody has looked at the gradient.
+            raise ValueError(
+                f"{happened} and has spoilt the weights: lower the learning rate of {learning_rate(self.job, step):g}, or look at "
+                f"rows {numbers}."
+            )
+        alone = zip(numbers, self._on_device(self.batches.micro_batches(step, 1)), strict=True)
+        why = why_not_finite(self.run, alone, numbers)
+        changed = "its gradient is finite and was applied" if result.updated else "no weight was changed"
+        if self.job.on_not_finite == NotFinite.STOP:
+            wider = "set precision to autocast_bf16, " if scale is not None else ""
+            raise NotFiniteStep(f"{happened}; {changed}; {why}, {wider}or set on_not_finite to skip.", updated=result.updated)
+        self.tell(f"{happened}; {changed}; {why}.")
 
     def rehearse(self) -> None:
         """Two first steps at a learning rate of 0, which change no weight: what a step and the state beside it take (rule 7).
@@ -129,7 +155,7 @@ class Loop:
             group["lr"] = rate
 
     def _taken(self, run: Run, step: int) -> tuple[StepResult, int]:
-        return step_until_finite(run, lambda: self._micro_batches(step), step + 1, self.batches.indices(step))
+        return step_until_finite(run, lambda: self._micro_batches(step))
 
     def _micro_batches(self, step: int) -> list[Batch]:
         return _Asking(self._on_device(self.batches.micro_batches(step, self.plan.micro_batch_size, **self._share())), self.ask)

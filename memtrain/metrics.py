@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -95,7 +96,7 @@ class RunFolder:
         Raises:
             ValueError: it cannot be written.
         """
-        self._write(name, json.dumps(row) + "\n", mode="a")
+        self._write(name, _line(row), mode="a")
 
     def rows(self) -> list[Mapping[str, float]]:
         """The rows of ``metrics.jsonl``, without a line that was cut short.
@@ -117,7 +118,7 @@ class RunFolder:
         Raises:
             ValueError: it cannot be written.
         """
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        text = "".join(map(_line, rows))
         if text or (self.path / "metrics.jsonl").exists():
             self.write_text("metrics.jsonl", text)
 
@@ -130,10 +131,16 @@ class RunFolder:
 def _row(line: str) -> Mapping[str, float] | None:
     """The row of a line, None where a process was killed as it wrote it."""
     try:
-        row: Mapping[str, float] = json.loads(line)
+        row = json.loads(line)
     except ValueError:
         return None
-    return row
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as strict JSON, which knows no number that is not finite."""
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return json.dumps(finite) + "\n"
 
 
 class RunLog:

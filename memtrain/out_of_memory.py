@@ -52,6 +52,6 @@ def attempt(work: Callable[[], T]) -> T | OutOfMemory:
             raise
         said = str(error).strip().splitlines()
         failure = OutOfMemory(said[0] if said else type(error).__name__)
-    # Recomputation's frames stand in cycles.
+    # A frame that keeps its own error stands in a cycle.
     gc.collect()
     return failure

@@ -16,30 +16,26 @@ from memtrain.run import Run, StepResult
 MOST_TRIES = 20
 
 
-def step_until_finite(
-    run: Run, micro_batches: Callable[[], Sequence[Batch]], step: int, rows: Sequence[int]
-) -> tuple[StepResult, int]:
+def step_until_finite(run: Run, micro_batches: Callable[[], Sequence[Batch]]) -> tuple[StepResult, int]:
     """A step whose gradient is finite, and how often it overflowed first: the same rows again, at half the scale.
 
-    Without a scaled loss the first try is taken as it is.
+    A step that no scale makes finite is given back as it was last tried, with no weight changed and the scale of before: one whose
+    loss is not finite, which no scale is in, or that has overflowed ``MOST_TRIES`` times. Without a scaled loss the first try is
+    taken as it is.
 
     Args:
         micro_batches: makes those of the step anew, so that nothing holds them when the step returns.
-        step: number of the step, from 1, for the message.
-        rows: its rows, for the message.
-
-    Raises:
-        ValueError: the gradient overflows at every scale.
     """
+    before = run.scaler.state_dict()
     for overflows in range(MOST_TRIES):
         scale = run.scaler.get_scale()
         result = run.step(micro_batches())
         if run.scaler.get_scale() >= scale:
             return result, overflows
-    raise ValueError(
-        f"the gradient of step {step} is not finite at a loss scale of {run.scaler.get_scale():g}, after {MOST_TRIES} tries: "
-        f"set precision to autocast_bf16, or look at rows {list(rows)}."
-    )
+        if not result.loss.isfinite():
+            break
+    run.scaler.load_state_dict(before)
+    return result, overflows + 1
 
 
 class Changes:

@@ -24,6 +24,8 @@ from memtrain.plan import POLICIES, Single, parse_constraints, policy_name
 CHECKPOINTS = "checkpoints"
 # Of a transformers configuration, what changes without the model's doing so.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+# Where the weights lie; and what to do about a step that has not been taken yet.
+_MAY_CHANGE = ("model", "on_not_finite")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def identity(job: Job, source: ModelSource, data: str, eval_data: str) -> dict[s
     Args:
         data, eval_data: fingerprints of the rows to train on and to evaluate on.
     """
-    facts = {name: value for name, value in _plain(job).items() if name != "model"}
+    facts = {name: value for name, value in _plain(job).items() if name not in _MAY_CHANGE}
     facts |= {"data": data, "eval_data": eval_data}
     if isinstance(source, FromModule):
         return {**facts, "model": {"class": source.name}}

@@ -112,7 +112,9 @@ class Schema:
     evaluate_every: int | None = _key(None, "steps between evaluations; null: before and after the run")
     checkpoint_every: int | None = _key(500, "steps between checkpoints; null: none but that of a run that is stopped")
     keep_checkpoints: int = _key(2, "so many of the latest stay, and the one that was evaluated best")
-    resume: str = _key("auto", "auto: go on with the run in run.dir; a path: with the checkpoint or run there; never: begin anew")
+    resume: str = _key(
+        "auto", "auto: go on with the run in run.dir; a path: with the checkpoint or run there; never: begin anew"
+    )
     on_not_finite: str = _key("stop", "where a loss or gradient is not finite: stop; or skip, the step is left out")
     max_grad_norm: float | None = _key(1.0, "bound on the gradient's 2-norm; null: no clipping")
     allow: list[str] = field(

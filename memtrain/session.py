@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memtrain import distributed, machine
-from memtrain.data.batches import StepBatches
+from memtrain.data.batches import Batches
 from memtrain.data.rows import Rows, check_row
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Budget, Job
@@ -161,12 +161,19 @@ class Session:
 
     # ------------------------------------------------------------------ the run
 
-    def begin(self, batches: StepBatches, first: int, ask: Callable[[], None]) -> Loop:
-        """The steps of the plan in force, from step ``first`` (from 0) on."""
+    def begin(
+        self,
+        batches: Batches,
+        first: int = 0,
+        *,
+        ask: Callable[[], None] = lambda: None,
+        tell: Callable[[str], object] = lambda _: None,
+    ) -> Loop:
+        """The steps of the plan in force, from step ``first`` (from 0) on; ``ask`` and ``tell`` are the Loop's."""
         distributed.require(self._chosen().plan.ranks)
         model = self.model
         self.run = prepare(self.given.job, self._chosen().plan, model)
-        return self._loop(self.run, batches, first, ask)
+        return self._loop(self.run, batches, first, ask, tell)
 
     def go_on(self, loop: Loop, first: int) -> Loop:
         """The same steps under the plan in force, which has changed, with the optimizer's state as it is."""
@@ -180,7 +187,8 @@ class Session:
         )
         # What was measured is of another plan.
         self.meter = meter(given.device, self._held)
-        return replace(self._loop(self.run, loop.batches, first, loop.ask), evaluation_batch_size=loop.evaluation_batch_size)
+        made = self._loop(self.run, loop.batches, first, loop.ask, loop.tell)
+        return replace(made, evaluation_batch_size=loop.evaluation_batch_size, health=loop.health)
 
     def end(self) -> None:
         """Give the model back as it was, but for its weights."""
@@ -188,7 +196,7 @@ class Session:
             self.run.release()
             self.run = None
 
-    def _loop(self, run: Run, batches: StepBatches, first: int, ask: Callable[[], None]) -> Loop:
+    def _loop(self, run: Run, batches: Batches, first: int, ask: Callable[[], None], tell: Callable[[str], object]) -> Loop:
         given, plan = self.given, self._chosen().plan
         ids = given.rows[0].get("input_ids")
         return Loop(
@@ -203,6 +211,7 @@ class Session:
             device=given.device.kind,
             first=first,
             ask=ask,
+            tell=tell,
         )
 
     def _held(self) -> Iterator[tuple[Kind, Tensor]]:

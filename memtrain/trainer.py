@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,8 @@ from rich.console import Console
 from torch import nn
 
 from memtrain import distributed, machine
-from memtrain.data.batches import StepBatches, steps_for
+from memtrain.data.batches import Batches, StepBatches, steps_for
+from memtrain.data.loading import step_batches
 from memtrain.data.rows import fingerprint
 from memtrain.device import Cuda, Device
 from memtrain.inputs import check_module, load_tokenizer, rows_of
@@ -177,6 +178,7 @@ class Trainer:
         require(
             checkpoint_every is None or checkpoint_every >= 1, "checkpoint_every", checkpoint_every, "1 or more steps, or None"
         )
+        require(type(workers) is int and workers >= 0, "workers", workers, "a whole number of 0 or more")
         require(keep_checkpoints >= 1, "keep_checkpoints", keep_checkpoints, "1 or more")
         require(stop_seconds is None or stop_seconds > 0, "stop_seconds", stop_seconds, "above 0 seconds, or None")
         self._evaluate_every = evaluate_every
@@ -284,7 +286,8 @@ class Trainer:
             tell(note)
         keeper = self._keeper(tell)
         watchdog = Watchdog(tell, usual={"step": self.choice.step_seconds})
-        with listen(self._stop_seconds, tell) as requests, watchdog, self._batches() as batches:
+        # Workers are forked before there are threads.
+        with closing(self._batches()) as batches, listen(self._stop_seconds, tell) as requests, watchdog:
             around = Around(
                 log=log, folder=self.folder, keeper=keeper, requests=requests, watchdog=watchdog, tell=tell, bar=bar
             )
@@ -294,13 +297,12 @@ class Trainer:
                 training.run(self._start)
                 folder = self.folder
                 training.measure_the_end(None if folder is None else lambda: self.save_model(folder.path / "model"))
-            except Stopped:
+            except Stopped as stopped:
                 keeper.wait()
-                assert requests.stop is not None
                 tell(keeper.where_to_go_on())
-                if requests.stop is signal.SIGINT:
+                if stopped.by is signal.SIGINT:
                     raise KeyboardInterrupt from None
-                raise SystemExit(exit_code(requests.stop)) from None
+                raise SystemExit(exit_code(stopped.by)) from None
             except KeyboardInterrupt:
                 keeper.abandon()
                 raise
@@ -335,11 +337,11 @@ class Trainer:
         if self.eval_rows is None:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
         assert self.choice is not None
-        with self._batches() as batches:
-            try:
-                return self._session.begin(batches, 0, lambda: None).evaluate()
-            finally:
-                self._session.end()
+        batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
+        try:
+            return self._session.begin(batches).evaluate()
+        finally:
+            self._session.end()
 
     def save_model(self, folder: str | os.PathLike[str]) -> None:
         """Write the model in HuggingFace format (safetensors), with its tokenizer if there is one; the first process does.
@@ -365,9 +367,12 @@ class Trainer:
 
     # ------------------------------------------------------------------ parts of a run
 
-    @contextmanager
-    def _batches(self) -> Iterator[StepBatches]:
-        yield StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
+    def _batches(self) -> Batches:
+        """The rows of each step; workers are forked here, before there are weights that they would hold as well."""
+        job = self.job
+        return step_batches(
+            self.rows, global_batch_size=job.global_batch_size, seed=job.seed, steps=job.steps, workers=self._workers
+        )
 
     @property
     def _unit(self) -> str:

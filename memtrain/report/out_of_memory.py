@@ -16,8 +16,8 @@ from memtrain.planner.compare import compare
 from memtrain.report.terminal import FIELD_NAMES, bytes_table, owners_view, peak_view, source_words
 from memtrain.units import format_bytes, format_seconds, parse_bytes
 
-# "Tried to allocate 20.00 MiB", "you tried to allocate 4096 bytes", "Unable to allocate 1.00 PiB".
-_ASKED = re.compile(r"allocate (\d[\d.]*) ?(?:bytes|([KMGTP]i?B))")
+# More than nothing: "Tried to allocate 20.00 MiB", "you tried to allocate 4096 bytes", "Unable to allocate 1.00 PiB".
+_ASKED = re.compile(r"allocate (?=[\d.]*[1-9])(\d+(?:\.\d+)?) ?(?:bytes|([KMGTP]i?B))")
 
 
 def recovery_lines(
@@ -97,7 +97,7 @@ def requested_bytes(said: str) -> int | None:
     20971520
     """
     found = _ASKED.search(said)
-    return None if found is None else parse_bytes(f"{found[1].rstrip('.')}{found[2] or 'B'}")
+    return None if found is None else parse_bytes(f"{found[1]}{found[2] or 'B'}")
 
 
 def _which(choice: Choice, said: str) -> str:

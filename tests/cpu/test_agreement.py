@@ -82,7 +82,7 @@ def trainer(**changes: Any) -> Trainer:
 
 def test_training_alone_for_several_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(constraints={"sharding": DataParallel(2)})
-    monkeypatch.setattr(made, "_chosen", None)
+    monkeypatch.setattr(made._session, "plan", None)
     assert refused(made.train).startswith("the plan is for 2 processes and 1 runs: start it with torchrun --nproc_per_node=2")
 
 

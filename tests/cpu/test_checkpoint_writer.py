@@ -21,7 +21,6 @@ from memtrain import checkpoint_writer
 from memtrain.checkpoint import Checkpoint, latest, places, read, remove_older, write
 from memtrain.checkpoint_writer import Writer
 
-
 ROOM = 2**20
 
 

@@ -91,9 +91,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(
     assert written == list(result.metrics)
 
 
-def test_a_run_stopped_twice_goes_on_bit_for_bit(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_a_run_stopped_twice_goes_on_bit_for_bit(undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, whole, final = undisturbed
     trainer(stopped_after(2, folder, tmp_path / "run")).train()
     run = trainer(stopped_after(5, tmp_path / "run", tmp_path / "again"))
@@ -185,7 +183,10 @@ def test_the_plan_of_the_checkpoint_is_kept_but_for_what_is_set_otherwise_now(
 
 
 def test_a_smaller_plan_that_a_run_went_on_with_is_kept_beside_the_same_constraints() -> None:
-    facts = {"plan": to_dict(Plan(micro_batch_size=1)), "constraints": {"micro_batch_size": 4, "activations": {"policy": "keep"}}}
+    facts = {
+        "plan": to_dict(Plan(micro_batch_size=1)),
+        "constraints": {"micro_batch_size": 4, "activations": {"policy": "keep"}},
+    }
     assert resumed_constraints(facts, {"micro_batch_size": 4})["micro_batch_size"] == 1
     assert resumed_constraints(facts, {"micro_batch_size": 2})["micro_batch_size"] == 2
     assert resumed_constraints(facts, {"activations": Recompute()})["activations"] == Recompute()
@@ -198,7 +199,10 @@ def test_another_micro_batch_changes_losses_and_weights_by_rounding_alone(tmp_pa
     whole_run = trainer(tmp_path / "whole", model=llama.build(), **given)
     whole = whole_run.train()
     run = trainer(
-        stopped_after(3, tmp_path / "whole", tmp_path / "run"), model=llama.build(), constraints={**ONE_PLAN, "micro_batch_size": 1}, **given
+        stopped_after(3, tmp_path / "whole", tmp_path / "run"),
+        model=llama.build(),
+        constraints={**ONE_PLAN, "micro_batch_size": 1},
+        **given,
     )
     result = run.train()
     assert [step for step, _ in losses(result)] == [1, 2, 3, 4, 5, 6, 7]
@@ -219,7 +223,6 @@ def test_another_micro_batch_changes_losses_and_weights_by_rounding_alone(tmp_pa
         ({"data": ROWS[:9]}, r"data is 9 rows \(\w+\) here and 10 rows \(\w+\) there"),
         ({"seed": 1}, "seed is 1 here and 0 there"),
         ({"model": CASES["llama"].build()}, "model.model_type is llama here and gpt2 there"),
-        ({"on_not_finite": "skip"}, "on_not_finite is skip here and stop there"),
     ],
 )
 def test_another_jobs_run_is_refused_with_what_differs(

@@ -134,6 +134,7 @@ def test_every_field_that_changes_is_said_with_what_it_was() -> None:
         ("Unable to allocate 1.00 PiB for an array with shape (1125899906842624,) and data type uint8", 2**50),
         ("CUDA out of memory. Tried to allocate 512 bytes.", 512),
         ("CUDA error: out of memory", None),
+        ("Tried to allocate 0 bytes", None),
         ("MemoryError", None),
     ],
 )
