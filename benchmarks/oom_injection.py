@@ -44,9 +44,10 @@ from memtrain.checkpoint_writer import Writer
 
 STEPS, ROWS, GLOBAL_BATCH = 4, 20, 8
 # Sums in another order: the losses are about 4, and a step changes weights by about 0.01.
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-5
-# What a step holds for each of its micro-batches is a few numbers; the smallest activation is larger than this.
-_HELD_TOLERANCE = 512
+LOSS_TOLERANCE = 1e-5
+# A few numbers for each micro-batch, and bitsandbytes' two tables of 1 KiB, of which a state that is put back brings its own;
+# the smallest activation is larger.
+_HELD_TOLERANCE = 4096
 _HANGS_SECONDS = 120.0
 FIRST_UPDATE = "update that makes state"
 
@@ -133,7 +134,7 @@ def worst_loss(expected: Outcome, found: Outcome) -> float:
     return max((abs(b[n] / a[n] - 1) for a, b in pairs for n in names if n in a and n in b), default=0.0)
 
 
-def problems(expected: Outcome, found: Outcome, *, recovers: bool) -> list[str]:
+def problems(expected: Outcome, found: Outcome, *, recovers: bool, weights_within: float = 1e-5) -> list[str]:
     """A sentence for each thing that is not as it has to be after memory ran out."""
     if found.ended and not found.report:
         return [f"it ended with {found.ended}"]
@@ -151,7 +152,7 @@ def problems(expected: Outcome, found: Outcome, *, recovers: bool) -> list[str]:
     if found.rows != expected.rows:
         wrong.append(f"the rows are {found.rows} instead of {expected.rows}")
     for name, weight in expected.weights.items():
-        if (apart := (found.weights[name] - weight).abs().max().item()) > WEIGHT_TOLERANCE:
+        if (apart := (found.weights[name] - weight).abs().max().item()) > weights_within:
             wrong.append(f"{name} differs by {apart:.1e}")
     if found.held != expected.held:
         wrong.append(f"{found.held} storages are alive after the run instead of {expected.held}")
@@ -231,7 +232,7 @@ def one_by_one(case: Case, folder: Path, stride: int) -> tuple[dict[str, int], l
         phase = chosen[failed_at[0]]
         # There is no checkpoint before the first update, and a module that was given cannot be loaded again.
         recovers = case.recovers and (phase != FIRST_UPDATE or case.loads_again)
-        wrong = problems(expected, found, recovers=recovers)
+        wrong = problems(expected, found, recovers=recovers, weights_within=case.weights_within)
         line = Found(phase=phase, worst=worst_loss(expected, found), ended=found.report, wrong=wrong)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -11,7 +11,6 @@ import torch
 from memtrain import distributed
 from memtrain.checkpoint import Checkpoint, latest
 from memtrain.checkpoint_writer import Writer
-from memtrain.out_of_memory import OutOfMemory, attempt
 from memtrain.plan import OnHost, Plan, to_dict
 from memtrain.run import Run
 from memtrain.state import restore_, state_of
@@ -49,7 +48,7 @@ class Keeper:
         self._facts = facts
         self._start = start
         self._tell = tell
-        self._writer = None if folder is None else Writer(folder, keep, copy_bytes=copy_bytes)
+        self._writer = None if folder is None or rank else Writer(folder, keep, copy_bytes=copy_bytes)
         self._saved = -1 if start is None else start.step
         best = None if start is None else start.facts["best"]
         self._best: tuple[int, float] | None = None if best is None else (best[0], best[1])
@@ -68,14 +67,14 @@ class Keeper:
         Returns:
             Whether one is there, or being written.
         """
-        if self._writer is None:
+        if self._folder is None:
             return False
         if step == self._saved:
             return True
         self.wait()
         state = state_of(run)
         random = distributed.gathered((_plain(state.groups["random"]), state.facts["python"], state.facts["numpy"]))
-        if self._rank == 0:
+        if self._writer is not None:
             self._note_best(step, evaluations)
             others = {f"random_{rank}": _tensors(tensors) for rank, (tensors, _, _) in enumerate(random) if rank}
             facts = {
@@ -88,11 +87,8 @@ class Keeper:
                 "random": [[python, numpy] for _, python, numpy in random],
             }
             best = () if self._best is None else (self._best[0],)
-            groups, writer = {**state.groups, **others}, self._writer
-            trouble = attempt(lambda: writer.save(step, groups, facts, best))
-            if isinstance(trouble, OutOfMemory):
-                trouble = f"memory ran out in writing the checkpoint of step {step} ({trouble.said}): it is not there."
-            if trouble:
+            groups = {**state.groups, **others}
+            if trouble := self._writer.save(step, groups, facts, best):
                 self._tell(trouble)
                 return False
         self._saved = step

@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# What says which job the folder's run is of; a run without it cannot be gone on with.
+# What says which job the folder's run is of; a run without it cannot be gone on with. Settings alone are no run yet.
 IDENTITY = "job.json"
 _FILES = (
     IDENTITY,
-    "config.yaml",
     "plan.yaml",
     "prediction.json",
     "metrics.jsonl",
@@ -70,8 +69,11 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if mode == "a":
-                with (self.path / name).open("a", encoding="utf-8") as file:
-                    file.write(text)
+                with (self.path / name).open("a+b") as file:
+                    # A process that was killed may have left half a line.
+                    if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                        text = "\n" + text
+                    file.write(text.encode())
                 return
             # Whole or not at all: a run may be killed at any moment and gone on with.
             partial = self.path / f"{name}.partial"

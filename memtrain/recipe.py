@@ -52,8 +52,6 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         machine.require(device)
         check_text(settings)
         trainer = trainer_of(settings, device)
-        with console.status("planning without data"):
-            assert trainer.choice is not None
         if trainer.folder is not None:
             trainer.folder.write_text("config.yaml", config_yaml)
         trainer.train()

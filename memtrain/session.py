@@ -24,7 +24,7 @@ from memtrain.models.load import load_model
 from memtrain.models.objective import check_suits
 from memtrain.models.quantize import move_unpacked_
 from memtrain.models.save import no_progress_bars
-from memtrain.plan import OnHost, ranks_of
+from memtrain.plan import OnHost, Plan, ranks_of
 from memtrain.planner.choice import Choice
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
@@ -120,6 +120,11 @@ class Session:
         """What would take less than the plan in force, where no smaller plan is left; as :func:`memtrain.planner.smaller.ways_out`."""
         return list(ways_out(self._predictor, self._chosen(), self.given.constraints))
 
+    @property
+    def plan_in_force(self) -> Plan:
+        """The plan that is followed."""
+        return self._chosen().plan
+
     def _chosen(self) -> Choice:
         assert self.choice is not None, "nothing is planned yet"
         return self.choice
@@ -170,15 +175,15 @@ class Session:
         tell: Callable[[str], object] = lambda _: None,
     ) -> Loop:
         """The steps of the plan in force, from step ``first`` (from 0) on; ``ask`` and ``tell`` are the Loop's."""
-        distributed.require(self._chosen().plan.ranks)
+        distributed.require(self.plan_in_force.ranks)
         model = self.model
-        self.run = prepare(self.given.job, self._chosen().plan, model)
+        self.run = prepare(self.given.job, self.plan_in_force, model)
         return self._loop(self.run, batches, first, ask, tell)
 
     def go_on(self, loop: Loop, first: int) -> Loop:
         """The same steps under the plan in force, which has changed, with the optimizer's state as it is."""
         assert self.run is not None
-        given, plan = self.given, self._chosen().plan
+        given, plan = self.given, self.plan_in_force
         self.run = carry_over_(
             self.run,
             lambda: prepare(given.job, plan, self.model),
@@ -197,7 +202,7 @@ class Session:
             self.run = None
 
     def _loop(self, run: Run, batches: Batches, first: int, ask: Callable[[], None], tell: Callable[[str], object]) -> Loop:
-        given, plan = self.given, self._chosen().plan
+        given, plan = self.given, self.plan_in_force
         ids = given.rows[0].get("input_ids")
         return Loop(
             job=given.job,

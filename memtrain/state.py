@@ -142,8 +142,10 @@ def _digest(model: nn.Module) -> str:
     for path, weight in model.named_parameters():
         if not weight.requires_grad:
             values = weight.detach().reshape(-1)
-            edges = torch.cat((values[:_EDGE], values[-_EDGE:])).cpu().view(torch.uint8)
-            digest.update(f"{path} {tuple(weight.shape)} {weight.dtype}".encode() + edges.numpy().tobytes())
+            digest.update(f"{path} {tuple(weight.shape)} {weight.dtype}".encode())
+            # One after the other: side by side they would take memory of the device.
+            for edge in (values[:_EDGE], values[-_EDGE:]):
+                digest.update(edge.cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +189,8 @@ class Trainer:
         # The first process writes and prints.
         going_on = parse_resume(resume)
         self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir), goes_on=going_on != "never")
+        # All processes agree on whether there are checkpoints.
+        self._checkpoints = None if run_dir is None else Path(run_dir) / CHECKPOINTS
         self._identity = identity(self.job, self.source, fingerprint(self.rows), evaluated)
         self._start = distributed.from_first(lambda: find_start(going_on, self.folder, self._identity))
         self._progress = progress and not self.processes.rank
@@ -218,17 +219,21 @@ class Trainer:
 
     # ------------------------------------------------------------------ planning
 
-    @cached_property
-    @distributed.naming_a_lost_process()
+    @property
     def choice(self) -> Choice:
-        """The plan, made on first use by the first process for all, and written to the run folder.
+        """The plan in force: made on first use by the first process for all, and written to the run folder.
 
-        A run that resumes keeps the plan of its checkpoint, but for what the constraints now set otherwise.
+        A run that resumes keeps the plan of its checkpoint, but for what the constraints now set otherwise; one that runs out of
+        memory goes on with a smaller one.
 
         Raises:
             NoPlanFits: with the smallest plan and the missing bytes.
             ValueError: the model has no loss, or the constraints leave no plan.
         """
+        return self._session.choice or self._plan()
+
+    @distributed.naming_a_lost_process()
+    def _plan(self) -> Choice:
         constraints, checkpoint = self._constraints, self._start.checkpoint
         if checkpoint is not None:
             constraints = resumed_constraints(checkpoint.facts, constraints)
@@ -257,10 +262,10 @@ class Trainer:
             )
         machine.require(self.device)
         distributed.require(ranks_of(self._constraints))
-        choice, console = self.choice, Console(quiet=not self._progress)
-        console.print(choice_view(choice), "")
+        console = Console(quiet=not self._progress)
+        console.print(choice_view(self.choice), "")
         checkpoint = self._start.checkpoint
-        if checkpoint is not None and checkpoint.step == self.job.steps and self.folder is None:
+        if checkpoint is not None and checkpoint.step == self.job.steps and self._checkpoints is None:
             raise ValueError(f"the checkpoint {checkpoint.path} is of the last step: nothing is left to train; give run_dir.")
         with TrainingProgress(self.job.steps, self.budget.device_bytes, console, self._unit) as bar:
             tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
@@ -270,13 +275,11 @@ class Trainer:
         # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
         unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
         measured = self._session.meter.side(statistics.median(row["step_seconds"] for row in unwatched))
-        assert self._session.choice is not None
-        choice = self._session.choice
-        comparison = compare(choice, measured)
+        comparison = compare(self.choice, measured)
         if self.folder is not None:
             self.folder.write_json("comparison.json", comparison.to_dict())
             shown = self._session.meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
-            plot_run(self.folder.path / "memory.png", log.rows, choice, shown)
+            plot_run(self.folder.path / "memory.png", log.rows, self.choice, shown)
         console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
@@ -294,9 +297,8 @@ class Trainer:
             training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
             self._has_trained = True
             try:
-                training.run(self._start)
                 folder = self.folder
-                training.measure_the_end(None if folder is None else lambda: self.save_model(folder.path / "model"))
+                training.run(self._start, None if folder is None else lambda: self.save_model(folder.path / "model"))
             except Stopped as stopped:
                 keeper.wait()
                 tell(keeper.where_to_go_on())
@@ -315,7 +317,7 @@ class Trainer:
         host = self.budget.host_bytes
         room = 0 if host is None else max(0, host - self.choice.footprint.host_bytes)
         return Keeper(
-            None if self.folder is None else self.folder.path / CHECKPOINTS,
+            self._checkpoints,
             rank=self.processes.rank,
             every=self._checkpoint_every,
             keep=self._keep_checkpoints,
@@ -336,7 +338,8 @@ class Trainer:
         machine.require(self.device)
         if self.eval_rows is None:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
-        assert self.choice is not None
+        if self._session.choice is None:
+            self._plan()
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         try:
             return self._session.begin(batches).evaluate()

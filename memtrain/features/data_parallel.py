@@ -189,5 +189,11 @@ def _add_up(reduced: _Reduced, bucket: Any) -> torch.futures.Future[Tensor]:
     reduced.gradients += len(bucket.parameters())
     work = dist.all_reduce(buffer, group=reduced.group, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: buffer)
-    return summed
+
+    def summed(done: torch.futures.Future[Any]) -> Any:
+        # It raises what the sum failed with; without it backward would go on with what this process alone has.
+        done.value()
+        return buffer
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(summed)
+    return future

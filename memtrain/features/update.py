@@ -100,6 +100,8 @@ def update_during_backward_(
     """
 
     def update_one(alone: Callable[[], AbstractContextManager[None]], parameter: Tensor) -> None:
+        # Fused kernels do not count their writes, and by the count a step that fails is known to have changed weights.
+        torch.autograd.graph.increment_version(parameter)
         with alone():
             optimizer.step() if step is None else step(parameter)
         parameter.grad = None

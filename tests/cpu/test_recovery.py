@@ -214,7 +214,7 @@ def test_what_cannot_be_saved_for_want_of_memory_is_told_and_the_run_goes_on(
 
     monkeypatch.setattr(keeper.Writer, "save", save)
     assert losses(trainer(tmp_path / "run").train()) == losses(undisturbed[0])
-    assert "memory ran out in writing the checkpoint of step 2 (CUDA out of memory" in caplog.text
+    assert "Memory ran out in saving step 2 (CUDA out of memory" in caplog.text
     assert read(tmp_path / "run" / "checkpoints" / "step-000000004").step == 4
 
 

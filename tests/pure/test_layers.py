@@ -43,6 +43,7 @@ LAYERS = (
     ("memtrain.report", "memtrain.measure", "memtrain.recovery", "memtrain.not_finite"),
     ("memtrain.loop",),
     ("memtrain.session",),
+    ("memtrain.setbacks",),
     ("memtrain.training",),
     ("memtrain.trainer",),
     ("memtrain.schema",),

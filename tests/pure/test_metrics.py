@@ -10,7 +10,7 @@ import yaml
 
 from memtrain.metrics import RunFolder
 
-FILES = ["config.yaml", "plan.yaml", "prediction.json", "metrics.jsonl", "comparison.json", "memory.png", "model"]
+FILES = ["job.json", "plan.yaml", "prediction.json", "metrics.jsonl", "comparison.json", "memory.png", "model"]
 
 
 def test_the_folder_is_made_with_the_first_file_and_not_before(tmp_path: Path) -> None:
