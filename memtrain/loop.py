@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+
+from torch import Tensor
 
 from memtrain.data.batches import Batches, evaluation_batches
 from memtrain.data.rows import Batch, Rows
@@ -17,6 +19,7 @@ from memtrain.plan import Plan
 from memtrain.recovery import step_until_finite
 from memtrain.run import Run, StepResult
 from memtrain.schedule import learning_rate
+from memtrain.state import remember
 from memtrain.trace.event import Phase
 
 
@@ -45,6 +48,7 @@ class Loop:
         row_tokens: tokens of a row, None where rows are no text.
         plan: what the run was made by; its micro-batches are the rows of one forward and backward.
         evaluation_batch_size: rows in one forward of an evaluation.
+        buffers: what a forward may change of the model.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
         first: the step (from 0) that this run begins with.
@@ -60,6 +64,7 @@ class Loop:
     row_tokens: int | None
     plan: Plan
     evaluation_batch_size: int
+    buffers: Sequence[Tensor] = ()
     meter: Meter
     device: str
     first: int = 0
@@ -127,6 +132,10 @@ class Loop:
             wider = "set precision to autocast_bf16, " if scale is not None else ""
             raise NotFiniteStep(f"{happened}; {changed}; {why}, {wider}or set on_not_finite to skip.", updated=result.updated)
         self.tell(f"{happened}; {changed}; {why}.")
+
+    def remember(self) -> Callable[[], None]:
+        """What undoes a step that was broken off before it changed a weight."""
+        return remember(self.run, self.buffers)
 
     def rehearse(self) -> None:
         """Two first steps at a learning rate of 0, which change no weight: what a step and the state beside it take (rule 7).

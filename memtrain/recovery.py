@@ -69,7 +69,7 @@ class Changes:
 def _writes(run: Run) -> tuple[int, float]:
     """How many tensors of weights and state there are, and how often they were written."""
     count, written = 0, 0.0
-    for parameter in run.model.parameters():
+    for parameter in (one for group in run.optimizer.param_groups for one in group["params"]):
         for value in (parameter, *run.optimizer.state.get(parameter, {}).values()):
             count += 1
             if isinstance(value, torch.Tensor):

@@ -30,7 +30,7 @@ from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.planner.smaller import next_smaller, ways_out
 from memtrain.run import Run, prepare
-from memtrain.state import carry_over_
+from memtrain.state import carry_over_, persistent_buffers
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.profile import held_by
 
@@ -212,6 +212,7 @@ class Session:
             eval_rows=given.eval_rows,
             row_tokens=None if ids is None else len(ids),
             evaluation_batch_size=plan.micro_batch_size,
+            buffers=persistent_buffers(run.model),
             meter=self.meter,
             device=given.device.kind,
             first=first,

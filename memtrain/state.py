@@ -74,25 +74,31 @@ def restore_(
     set_positions(dict(groups["random"]), facts)
 
 
-@torch.no_grad()
-def remember(run: Run) -> Callable[[], None]:
-    """What undoes a step that was broken off before it changed a weight: in random state, buffers, loss scale and gradients.
-
-    Buffers are copied to the host; of most models that are none, of others running statistics.
-    """
-    generators_back = generators.remember()
-    buffers = [
-        (tensor, to_host(tensor))
-        for module in run.model.modules()
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that a state_dict holds: those that a forward may change, such as running statistics."""
+    return [
+        tensor
+        for module in model.modules()
         for name, tensor in module._buffers.items()
         if tensor is not None and name not in module._non_persistent_buffers_set
     ]
+
+
+@torch.no_grad()
+def remember(run: Run, buffers: Iterable[Tensor]) -> Callable[[], None]:
+    """What undoes a step that was broken off before it changed a weight: in random state, buffers, loss scale and gradients.
+
+    Args:
+        buffers: are copied to the host, as :func:`persistent_buffers` finds them once for all steps.
+    """
+    generators_back = generators.remember()
+    copies = [(tensor, to_host(tensor)) for tensor in buffers]
     scale = run.scaler.state_dict()
 
     @torch.no_grad()
     def put_back() -> None:
         generators_back()
-        for tensor, before in buffers:
+        for tensor, before in copies:
             tensor.copy_(before)
         run.scaler.load_state_dict(scale)
         run.optimizer.zero_grad(set_to_none=True)

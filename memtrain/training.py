@@ -30,7 +30,6 @@ from memtrain.resume import Start
 from memtrain.session import Session
 from memtrain.setbacks import Phase, Where, evaluate_fewer, make_smaller
 from memtrain.signals import Requests
-from memtrain.state import remember
 from memtrain.trace.event import Phase as Measured
 from memtrain.watchdog import Watchdog
 
@@ -155,7 +154,7 @@ class Training:
     def _rehearse(self) -> None:
         """Take the memory of a step, and of one beside the optimizer's state, before a weight changes (rule 7)."""
         while True:
-            put_back = self._secured(Phase.REHEARSAL, lambda: remember(self.loop.run))
+            put_back = self._secured(Phase.REHEARSAL, lambda: self.loop.remember())
             with self._around.watchdog.watching("step", "the rehearsal of step 1"):
                 outcome = self._tried(Phase.REHEARSAL, self.loop.rehearse)
             # At a learning rate of 0 no weight has changed; the rest goes.
@@ -179,7 +178,7 @@ class Training:
     def _taken(self, step: int) -> dict[str, float]:
         """The row of a step, which is taken again as often as memory runs out before a weight changes."""
         while True:
-            put_back = self._secured(Phase.STEP, lambda: remember(self.loop.run))
+            put_back = self._secured(Phase.STEP, lambda: self.loop.remember())
             changes = Changes(self.loop.run, self.loop.plan)
             take = partial(replace(self.loop, run=changes.noting()).step, step)
             try:

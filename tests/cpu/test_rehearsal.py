@@ -14,11 +14,11 @@ from memtrain.job import Job
 from memtrain.plan import Plan
 from memtrain.precision import AutocastFp16, Bf16, Bf16Master, Rounding
 from memtrain.run import Run
-from memtrain.state import remember
+from memtrain.state import persistent_buffers, remember
 
 
 def rehearse(run: Run, job: Job, plan: Plan) -> None:
-    put_back = remember(run)
+    put_back = remember(run, persistent_buffers(run.model))
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
     for _ in range(2):
