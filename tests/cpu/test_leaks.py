@@ -201,8 +201,8 @@ def test_memory_after_200_steps_is_that_after_the_third(monkeypatch: pytest.Monk
 @glibc
 def test_what_a_run_keeps_of_each_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     said = watched_run(monkeypatch, steps=30, leak_bytes=20_000)
-    # 128 KiB are passed by the seventh reading after the third and in five from there; the heap itself moves by some KiB.
+    # 128 KiB are passed by the sixth or seventh reading after the third and in five from there; the heap itself moves by some KiB.
     first, *_ = said.values()
-    assert 14 <= min(said) <= 16
+    assert 13 <= min(said) <= 16
     assert " KiB per step since step 3: something keeps " in first
     assert " more tensors of (20000,) uint8 on cpu (" in first
