@@ -255,10 +255,11 @@ def _memtrain(task: Task, contender: Contender, model: Any, measures: bool) -> _
         progress=False,
     )
     choice = trainer.choice
-    if not measures:
-        trainer._session.meter = _Unmeasured()
+    if measures:
         # Two steps once, before the first, are none of those that are compared.
         Loop.rehearse = lambda self: None  # type: ignore[method-assign]
+    else:
+        trainer._session.meter = _Unmeasured()
 
     def train() -> list[float]:
         return [row["loss"] for row in trainer.train().metrics if "loss" in row]

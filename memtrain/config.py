@@ -95,7 +95,7 @@ class Settings:
         host_bytes: memory of a card's host asked for, None for as much as there is.
         steps, epochs: length of the run; exactly one is set.
         evaluate_every: optimizer steps between evaluations, or None for only before and after.
-        checkpoint_every: optimizer steps between checkpoints, or None for none; keep_checkpoints: how many of the latest stay.
+        checkpoint_every: optimizer steps between checkpoints, or None for none but a stopped run's; keep_checkpoints: how many of the latest stay.
         resume: ``auto``, ``never``, or the path of a checkpoint or run.
         on_not_finite: what becomes of a step whose loss or gradient is not finite.
         stop_seconds: how long a run that is told to stop may take, or None.
@@ -196,7 +196,7 @@ def check_folders(read: Settings) -> None:
     """
     RunFolder(read.run_dir, goes_on=read.mode == "train" and read.resume != "never")
     require(
-        read.resume in ("auto", "never") or Path(read.resume).is_dir(),
+        read.resume in ("auto", "never") or Path(read.resume).expanduser().is_dir(),
         "resume",
         read.resume,
         "auto, never, or the folder of a checkpoint or of a run",

@@ -40,17 +40,17 @@ def set_positions(generators: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
 
 
 def remember() -> Callable[[], None]:
-    """What puts all generators back to where they stand now, in this process."""
-    import numpy
+    """What puts all generators back to where they stand now, in this process; it holds no tensor."""
+    found, facts = positions()
+    held = as_bytes(found)
+    return lambda: set_positions(as_tensors(held), facts)
 
-    python, numbers, host = random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state()
-    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def put_back() -> None:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(host)
-        for index, state in enumerate(cards):
-            torch.cuda.set_rng_state(state, index)
+def as_bytes(generators: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The tensors of :func:`positions` as plain data."""
+    return {name: bytes(state.numpy()) for name, state in generators.items()}
 
-    return put_back
+
+def as_tensors(held: Mapping[str, bytes]) -> dict[str, Tensor]:
+    """What :func:`as_bytes` was given."""
+    return {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in held.items()}

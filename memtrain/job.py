@@ -204,7 +204,7 @@ def approximations(names: Collection[str]) -> frozenset[Approximation]:
 
 
 class NotFinite(StrEnum):
-    """What becomes of a step whose gradient is not finite: the run stops, or goes on without its update."""
+    """What becomes of a step whose loss or gradient is not finite: the run stops, or goes on without its update."""
 
     STOP = "stop"
     SKIP = "skip"

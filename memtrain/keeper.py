@@ -11,6 +11,8 @@ import torch
 from memtrain import distributed
 from memtrain.checkpoint import Checkpoint, latest
 from memtrain.checkpoint_writer import Writer
+from memtrain.generators import as_bytes, as_tensors
+from memtrain.out_of_memory import OutOfMemory, attempt
 from memtrain.plan import OnHost, Plan, to_dict
 from memtrain.run import Run
 from memtrain.state import restore_, state_of
@@ -52,47 +54,50 @@ class Keeper:
         self._saved = -1 if start is None else start.step
         best = None if start is None else start.facts["best"]
         self._best: tuple[int, float] | None = None if best is None else (best[0], best[1])
+        # What they were before the last save, should it fail.
+        self._before = self._saved, self._best
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether a checkpoint is written after so many of all steps."""
         return self._every is not None and (step % self._every == 0 or step == steps)
 
-    def save(self, step: int, run: Run, plan: Plan, evaluations: Collection[tuple[int, float]], tokens: int) -> bool:
-        """Write a checkpoint, unless this step's is there; all processes call it.
+    def save(self, step: int, run: Run, plan: Plan, evaluations: Collection[tuple[int, float]], tokens: int) -> None:
+        """Write a checkpoint, unless this step's is there; all processes call it. What goes wrong is told.
 
         Args:
             evaluations: (step, loss) pairs so far, one of this step among them where it was evaluated.
             tokens: that were trained on so far; rows where they are no text.
-
-        Returns:
-            Whether one is there, or being written.
         """
         if self._folder is None:
-            return False
-        if step == self._saved:
-            return True
+            return
         self.wait()
+        # The first process knows what is on the disk.
+        if distributed.from_first(lambda: step == self._saved):
+            return
         state = state_of(run)
-        random = distributed.gathered((_plain(state.groups["random"]), state.facts["python"], state.facts["numpy"]))
+        random = distributed.gathered((as_bytes(state.groups["random"]), state.facts["python"], state.facts["numpy"]))
         if self._writer is not None:
-            self._note_best(step, evaluations)
-            others = {f"random_{rank}": _tensors(tensors) for rank, (tensors, _, _) in enumerate(random) if rank}
+            best = self._best_with(step, evaluations)
+            others = {f"random_{rank}": as_tensors(tensors) for rank, (tensors, _, _) in enumerate(random) if rank}
             facts = {
                 **self._facts,
                 "plan": to_dict(plan),
                 "tokens": tokens,
-                "best": self._best,
+                "best": best,
                 "torch": torch.__version__,
                 "state": state.facts,
                 "random": [[python, numpy] for _, python, numpy in random],
             }
-            best = () if self._best is None else (self._best[0],)
-            groups = {**state.groups, **others}
-            if trouble := self._writer.save(step, groups, facts, best):
-                self._tell(trouble)
-                return False
-        self._saved = step
-        return True
+            groups, writer = {**state.groups, **others}, self._writer
+            # The best so far stays until this one is on the disk.
+            kept = () if self._best is None else (self._best[0],)
+            self._saved, self._before, self._best = step, (self._saved, self._best), best
+            # Caught here, since the other processes have gone on.
+            trouble = attempt(lambda: writer.save(step, groups, facts, kept))
+            if isinstance(trouble, OutOfMemory):
+                trouble = f"Memory ran out in saving step {step} ({trouble.said}): the checkpoint before it stays."
+            if trouble:
+                self._not_saved(trouble)
 
     def last(self) -> Checkpoint | None:
         """The checkpoint to go back to: the latest of this run, or what it went on from; the same in all processes."""
@@ -131,29 +136,27 @@ class Keeper:
     def wait(self) -> None:
         """Wait for what is being written."""
         if self._writer is not None and (trouble := self._writer.wait()):
-            self._saved = -1
-            self._tell(trouble)
+            self._not_saved(trouble)
+
+    def _not_saved(self, trouble: str) -> None:
+        self._saved, self._best = self._before
+        self._tell(trouble)
 
     def where_to_go_on(self) -> str:
         """A sentence about where a run that stops goes on."""
-        if self._saved < 0 or self._folder is None:
-            return "The run has stopped, and nothing of it is saved."
-        return f"The run has stopped after step {self._saved} and is saved in {self._folder}; the same call goes on from there."
+        own = None if self._folder is None else latest(self._folder)[0]
+        if own is not None:
+            return f"The run has stopped, and is saved in {own.path}: the same call goes on from there."
+        if self._start is not None:
+            return f"The run has stopped, and nothing is saved since {self._start.path}: the same call goes on from there."
+        return "The run has stopped, and nothing of it is saved."
 
     def abandon(self) -> None:
         """Wait for nothing: the program ends at once."""
         if self._writer is not None:
             self._writer.abandon()
 
-    def _note_best(self, step: int, evaluations: Collection[tuple[int, float]]) -> None:
-        for at, loss in evaluations:
-            if at == step and (self._best is None or loss < self._best[1]):
-                self._best = step, loss
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: bytes(tensor.cpu().numpy()) for name, tensor in tensors.items()}
-
-
-def _tensors(plain: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    return {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in plain.items()}
+    def _best_with(self, step: int, evaluations: Collection[tuple[int, float]]) -> tuple[int, float] | None:
+        """The best checkpoint with that of a step among them: its step and its evaluation loss."""
+        found = [*([] if self._best is None else [self._best]), *(one for one in evaluations if one[0] == step)]
+        return min(found, key=lambda one: one[1], default=None)

@@ -64,7 +64,7 @@ class Loop:
     row_tokens: int | None
     plan: Plan
     evaluation_batch_size: int
-    buffers: Sequence[Tensor] = ()
+    buffers: Sequence[Tensor]
     meter: Meter
     device: str
     first: int = 0
@@ -144,7 +144,8 @@ class Loop:
         """
         self._set_rate(0.0)
         for _ in range(2):
-            self.run.step(self._micro_batches(self.first))
+            # In fp16 an update is rehearsed at the scale at which there is one.
+            self._taken(self.run, self.first)
 
     def watches(self, step: int) -> bool:
         """Whether a step (from 0) is measured: the first two stand for all, the last shows that they did."""

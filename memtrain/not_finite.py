@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -76,14 +75,14 @@ def what_happened(step: int, loss: float, result: StepResult, tries: int, scale:
     return f"the gradient of step {step} has a norm of {result.grad_norm.item()}"
 
 
-@dataclass(frozen=True)
 class Health:
     """What is remembered of the last steps, to end a run that only leaves them out.
 
     It begins anew when a run is resumed.
     """
 
-    _left_out: deque[bool] = field(default_factory=lambda: deque(maxlen=_WATCHED_STEPS))
+    def __init__(self) -> None:
+        self._left_out: deque[bool] = deque(maxlen=_WATCHED_STEPS)
 
     def check(self, step: int, *, left_out: bool, scale: float | None) -> None:
         """Take note of a step (from 1).

@@ -1,4 +1,4 @@
-"""What a run does when a step fails: today, when the gradient of a scaled loss overflows."""
+"""A step that is taken again: at a smaller loss scale, or because it failed before a weight had changed."""
 
 from __future__ import annotations
 

@@ -116,9 +116,9 @@ class Session:
         self.choice = distributed.from_first(lambda: next_smaller(self._predictor, failed, constraints, needed_bytes))
         return self.choice
 
-    def ways_out(self) -> list[tuple[str, int, bool]]:
+    def ways_out(self, needed_bytes: int | None) -> list[tuple[str, int, bool]]:
         """What would take less than the plan in force, where no smaller plan is left; as :func:`memtrain.planner.smaller.ways_out`."""
-        return list(ways_out(self._predictor, self._chosen(), self.given.constraints))
+        return list(ways_out(self._predictor, self._chosen(), self.given.constraints, needed_bytes))
 
     @property
     def plan_in_force(self) -> Plan:

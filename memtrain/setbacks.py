@@ -59,7 +59,8 @@ def make_smaller(session: Session, memory: OutOfMemory, where: Where, folder: Ru
     try:
         smaller = session.plan_smaller(needed or None)
     except NoPlanFits:
-        ways = tuple(session.ways_out())
+        # In the first process, whose plans they are; the others say that it has stopped.
+        ways = session.ways_out(needed or None)
         report = nothing_left(before, said=memory.said, phase=where.phase, step=step, measured=measured, ways_out=ways)
         raise ValueError(report) from None
     for line in recovery_lines(before, smaller, said=memory.said, phase=where.phase, step=step, measured=measured):

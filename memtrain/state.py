@@ -76,12 +76,7 @@ def restore_(
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers that a state_dict holds: those that a forward may change, such as running statistics."""
-    return [
-        tensor
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    ]
+    return [tensor for module in model.modules() for tensor in _persistent(module).values()]
 
 
 @torch.no_grad()
@@ -134,12 +129,17 @@ def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights that train and persistent buffers, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
         weights = {name: one for name, one in module._parameters.items() if one is not None and one.requires_grad}
-        for name, tensor in (*weights.items(), *buffers.items()):
-            if tensor is not None and id(tensor) not in seen:
+        for name, tensor in (*weights.items(), *_persistent(module).items()):
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _persistent(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that a state_dict holds."""
+    kept = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: one for name, one in kept.items() if one is not None}
 
 
 def _digest(model: nn.Module) -> str:

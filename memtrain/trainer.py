@@ -184,14 +184,15 @@ class Trainer:
         self._checkpoint_every, self._keep_checkpoints = checkpoint_every, keep_checkpoints
         self._stop_seconds = stop_seconds
         self._workers = workers
+        trained = fingerprint(self.rows)
         evaluated = "nothing" if self.eval_rows is None else fingerprint(self.eval_rows)
-        distributed.check_same({"the job": self.job, "data": fingerprint(self.rows), "eval_data": evaluated})
+        distributed.check_same({"the job": self.job, "data": trained, "eval_data": evaluated})
         # The first process writes and prints.
         going_on = parse_resume(resume)
         self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir), goes_on=going_on != "never")
         # All processes agree on whether there are checkpoints.
         self._checkpoints = None if run_dir is None else Path(run_dir) / CHECKPOINTS
-        self._identity = identity(self.job, self.source, fingerprint(self.rows), evaluated)
+        self._identity = identity(self.job, self.source, trained, evaluated)
         self._start = distributed.from_first(lambda: find_start(going_on, self.folder, self._identity))
         self._progress = progress and not self.processes.rank
         self._has_trained = False
@@ -265,8 +266,10 @@ class Trainer:
         console = Console(quiet=not self._progress)
         console.print(choice_view(self.choice), "")
         checkpoint = self._start.checkpoint
-        if checkpoint is not None and checkpoint.step == self.job.steps and self._checkpoints is None:
-            raise ValueError(f"the checkpoint {checkpoint.path} is of the last step: nothing is left to train; give run_dir.")
+        if checkpoint is not None and checkpoint.step == self.job.steps and checkpoint.path.parent != self._checkpoints:
+            raise ValueError(
+                f"the checkpoint {checkpoint.path} is of the last of {self.job.steps} steps: nothing is left to train."
+            )
         with TrainingProgress(self.job.steps, self.budget.device_bytes, console, self._unit) as bar:
             tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
             log = RunLog(self.folder, tell)
@@ -296,16 +299,18 @@ class Trainer:
             )
             training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
             self._has_trained = True
+            folder = self.folder
             try:
-                folder = self.folder
-                training.run(self._start, None if folder is None else lambda: self.save_model(folder.path / "model"))
-            except Stopped as stopped:
-                keeper.wait()
-                tell(keeper.where_to_go_on())
-                if stopped.by is signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise SystemExit(exit_code(stopped.by)) from None
+                try:
+                    training.run(self._start, None if folder is None else lambda: self.save_model(folder.path / "model"))
+                except Stopped as stopped:
+                    keeper.wait()
+                    tell(keeper.where_to_go_on())
+                    if stopped.by is signal.SIGINT:
+                        raise KeyboardInterrupt from None
+                    raise SystemExit(exit_code(stopped.by)) from None
             except KeyboardInterrupt:
+                # After Ctrl-C came twice this waits for nothing; after it came once there is nothing to wait for.
                 keeper.abandon()
                 raise
             finally:

@@ -53,7 +53,15 @@ class Stopped(Exception):
 
 
 class _WentBack(Exception):
-    """The run is at its last checkpoint, and what was about to be done there is to be decided anew."""
+    """The run begins again, and what was about to be done is to be decided anew.
+
+    Attributes:
+        start: where.
+    """
+
+    def __init__(self, start: Start) -> None:
+        super().__init__("the run begins again")
+        self.start = start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +123,13 @@ class Training:
             Stopped: a signal came; what could be saved is saved.
             ValueError: the loss is not finite, or memory ran out and nothing is left to give.
         """
-        begins: Callable[[], None] | None = partial(self._begin, start)
+        pending: Start | None = start
         try:
             while True:
                 try:
-                    if begins is not None:
-                        begins()
-                        begins = None
+                    if pending is not None:
+                        self._begin(pending)
+                        pending = None
                     self._evaluate_if_due()
                     self._heed_signals()
                     if self._around.keeper.is_due(self._done, self._steps):
@@ -130,7 +138,7 @@ class Training:
                         return self._end(save_model)
                     self._advance()
                 except _WentBack as back:
-                    begins = partial(self._begin, back.args[0])
+                    pending = back.start
         except (Stopped, NotFiniteStep) as ends:
             if not (isinstance(ends, NotFiniteStep) and ends.updated):
                 with suppress(_WentBack):
