@@ -294,7 +294,7 @@ def _serve(name: str, stride: int, folder: Path) -> None:
     case, started = cases()[name], time.perf_counter()
     with ExitStack() as replaced:
         # The picture is drawn after all that is compared here.
-        replaced.enter_context(patch("memtrain.trainer.plot_run"))
+        replaced.enter_context(patch("memtrain.ending.plot_run"))
         if not case.measured:
             replaced.enter_context(patch("memtrain.session.meter", lambda *given: NoMeter()))
         if case.copies:

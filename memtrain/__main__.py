@@ -8,6 +8,7 @@ reported at once. Exit codes: 0 done, 1 a job failed, 2 the command line or a re
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(jobs)
-    except KeyboardInterrupt:
-        print("\nmemtrain: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        # A run that could save has said so.
+        if not stopped.args:
+            print("\nmemtrain: interrupted.", file=sys.stderr)
         return 130
 
 
@@ -50,6 +53,9 @@ def _run(jobs: Sequence[tuple[Settings, str]]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     # torch's C++ warnings are for its developers; one of them comes with every profile of a model that was loaded from a file.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if hasattr(signal, "SIGUSR1"):
+        # Until a run listens it has nothing to save, and is not to end by it.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
     from memtrain import machine
     from memtrain.recipe import run_recipe  # loads torch, which reads these variables
 

@@ -31,7 +31,7 @@ FORMAT = 1
 # A reader maps one file at a time; a writer copies so much to the host at a time.
 SHARD_BYTES = 2**30
 _PIECE_BYTES = 2**26
-_MANIFEST = "checkpoint.json"
+MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{9,})(-replaced)?")
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
 _REPLACED = "-replaced"
@@ -120,7 +120,7 @@ def write(folder: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], f
         partial.mkdir()
         files = {group: dict(_write_group(partial, group, tensors)) for group, tensors in groups.items()}
         content = {"format": FORMAT, "step": step, "facts": plain, "files": files}
-        with _to_disk(partial / _MANIFEST) as stream:
+        with _to_disk(partial / MANIFEST) as stream:
             stream.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
         _sync(partial)
         _take_place(partial, place)
@@ -296,21 +296,21 @@ def read(place: Path) -> Checkpoint:
 
 def _read(place: Path, *, contents: bool) -> Checkpoint:
     try:
-        with _regular(place / _MANIFEST) as stream:
+        with _regular(place / MANIFEST) as stream:
             written = json.load(stream)
     except OSError as error:
-        raise NotReadable(f"{place} is no checkpoint: {_MANIFEST} cannot be read ({error.strerror}).") from error
+        raise NotReadable(f"{place} is no checkpoint: {MANIFEST} cannot be read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
-        raise NotReadable(f"{place} is no whole checkpoint: {_MANIFEST} is not JSON ({error}).") from error
+        raise NotReadable(f"{place} is no whole checkpoint: {MANIFEST} is not JSON ({error}).") from error
     if not isinstance(written, dict):
-        raise NotReadable(f"{place} is no whole checkpoint: {_MANIFEST} is no JSON object.")
+        raise NotReadable(f"{place} is no whole checkpoint: {MANIFEST} is no JSON object.")
     if written.get("format") != FORMAT:
         raise NotReadable(f"{place} has format {written.get('format')!r}, and this version reads {FORMAT}: take that one.")
     content = {name: value for name, value in written.items() if name != "sha256"}
     if written.get("sha256") != _digest(content):
-        raise NotReadable(f"{place} is no whole checkpoint: {_MANIFEST} is not as it was written.")
+        raise NotReadable(f"{place} is no whole checkpoint: {MANIFEST} is not as it was written.")
     if not _has_form(content):
-        raise NotReadable(f"{place} is no checkpoint of memtrain: {_MANIFEST} does not have the form of format {FORMAT}.")
+        raise NotReadable(f"{place} is no checkpoint of memtrain: {MANIFEST} does not have the form of format {FORMAT}.")
     if _NAME.fullmatch(place.name) and _step(place) != content["step"]:
         raise NotReadable(f"{place} holds step {content['step']}: give the folder back the name that it was written under.")
     for name, facts in (item for files in content["files"].values() for item in files.items()):

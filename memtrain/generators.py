@@ -35,8 +35,19 @@ def set_positions(generators: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
     numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(generators["torch"])
     for name, state in generators.items():
-        if name.startswith("cuda "):
-            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda ")))
+        index = int(name.removeprefix("cuda ")) if name.startswith("cuda ") else -1
+        # There may be fewer cards now.
+        if 0 <= index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, index)
+
+
+def begin_at(seed: int) -> None:
+    """Let the generators of Python, NumPy and torch on the host begin at a place of their own; ``seed`` has up to 128 bits."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed([(seed >> shift) % 2**32 for shift in (0, 32, 64, 96)])
+    torch.default_generator.manual_seed(seed % 2**64)
 
 
 def remember() -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from memtrain.checkpoint_writer import Writer
 from memtrain.generators import as_bytes, as_tensors
 from memtrain.out_of_memory import OutOfMemory, attempt
 from memtrain.plan import OnHost, Plan, to_dict
+from memtrain.resume import origin_of
 from memtrain.run import Run
 from memtrain.state import restore_, state_of
 
@@ -47,11 +49,12 @@ class Keeper:
         self._folder = folder
         self._rank = rank
         self._every = every
-        self._facts = facts
+        self._facts = {**facts, "origin": origin_of(start, folder)}
         self._start = start
         self._tell = tell
         self._writer = None if folder is None or rank else Writer(folder, keep, copy_bytes=copy_bytes)
-        self._saved = -1 if start is None else start.step
+        own = start is not None and folder is not None and start.path.parent.resolve() == folder.resolve()
+        self._saved = start.step if start is not None and own else -1
         best = None if start is None else start.facts["best"]
         self._best: tuple[int, float] | None = None if best is None else (best[0], best[1])
         # What they were before the last save, should it fail.
@@ -72,7 +75,8 @@ class Keeper:
             return
         self.wait()
         # The first process knows what is on the disk.
-        if distributed.from_first(lambda: step == self._saved):
+        if distributed.from_first(lambda: self.holds(step)):
+            self._best = self._best_with(step, evaluations)
             return
         state = state_of(run)
         random = distributed.gathered((as_bytes(state.groups["random"]), state.facts["python"], state.facts["numpy"]))
@@ -102,13 +106,11 @@ class Keeper:
     def last(self) -> Checkpoint | None:
         """The checkpoint to go back to: the latest of this run, or what it went on from; the same in all processes."""
         self.wait()
-        found = distributed.from_first(self._last)
-        self._saved = -1 if found is None else found.step
-        return found
+        return distributed.from_first(self._last)
 
     def _last(self) -> Checkpoint | None:
         own = None if self._folder is None else latest(self._folder)[0]
-        return own or self._start
+        return max((one for one in (own, self._start) if one is not None), key=lambda one: one.step, default=None)
 
     def restore(self, checkpoint: Checkpoint, run: Run, plan: Plan) -> None:
         """Put a checkpoint into a run of the same job, so that it goes on as if undisturbed.
@@ -142,14 +144,22 @@ class Keeper:
         self._saved, self._best = self._before
         self._tell(trouble)
 
-    def where_to_go_on(self) -> str:
-        """A sentence about where a run that stops goes on."""
-        own = None if self._folder is None else latest(self._folder)[0]
-        if own is not None:
-            return f"The run has stopped, and is saved in {own.path}: the same call goes on from there."
-        if self._start is not None:
-            return f"The run has stopped, and nothing is saved since {self._start.path}: the same call goes on from there."
-        return "The run has stopped, and nothing of it is saved."
+    @property
+    def has_folder(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self._folder is not None
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of a step is there, or on its way; asked of the first process."""
+        return step == self._saved
+
+    def where_to_go_on(self, done: int) -> str:
+        """A sentence about where a run that has stopped after so many steps goes on."""
+        last = self._last()
+        if last is None:
+            return f"The run has stopped after step {done}, and nothing of it is saved."
+        lost = f", so that {done - last.step} steps are taken again" if done > last.step else ""
+        return f"The run has stopped after step {done}; the same call goes on from step {last.step}, in {last.path}{lost}."
 
     def abandon(self) -> None:
         """Wait for nothing: the program ends at once."""
@@ -158,5 +168,6 @@ class Keeper:
 
     def _best_with(self, step: int, evaluations: Collection[tuple[int, float]]) -> tuple[int, float] | None:
         """The best checkpoint with that of a step among them: its step and its evaluation loss."""
-        found = [*([] if self._best is None else [self._best]), *(one for one in evaluations if one[0] == step)]
+        here = [one for one in evaluations if one[0] == step and math.isfinite(one[1])]
+        found = [*([] if self._best is None else [self._best]), *here]
         return min(found, key=lambda one: one[1], default=None)

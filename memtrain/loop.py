@@ -111,7 +111,7 @@ class Loop:
             row |= {"loss_scale": run.scaler.get_scale(), "overflows": overflows}
         if not result.updated:
             row["skipped"] = 1
-        self.health.check(step + 1, left_out=not finite, scale=row.get("loss_scale"))
+        self.health.check(step + 1, finite=finite, updated=result.updated, scale=row.get("loss_scale"))
         return row
 
     def _not_finite(self, step: int, loss: float, result: StepResult, overflows: int) -> None:
@@ -131,7 +131,7 @@ class Loop:
         if self.job.on_not_finite == NotFinite.STOP:
             wider = "set precision to autocast_bf16, " if scale is not None else ""
             raise NotFiniteStep(f"{happened}; {changed}; {why}, {wider}or set on_not_finite to skip.", updated=result.updated)
-        self.tell(f"{happened}; {changed}; {why}.")
+        self.tell(f"{happened[0].upper()}{happened[1:]}; {changed}, and the run goes on; {why}.")
 
     def remember(self) -> Callable[[], None]:
         """What undoes a step that was broken off before it changed a weight."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,39 @@ class RunFolder:
         found = [name for name in _FILES if (path / name).exists()]
         if found and not (goes_on and IDENTITY in found):
             raise ValueError(f"run.dir {path} already holds a run ({', '.join(found)}): choose another folder or remove it.")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training in this folder meanwhile, where the system has such locks.
+
+        Raises:
+            ValueError: another one does, or the folder cannot be written.
+        """
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "lock").open("a")
+        except OSError as error:
+            raise self._refusal(error) from error
+        with file:
+            try:
+                # Of a process and not of its children, which may outlive it.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process trains in run.dir {self.path}: wait for its end, or choose another folder."
+                ) from None
+            except OSError:
+                # A file system without locks.
+                pass
+            yield
+
+    def _refusal(self, error: OSError) -> ValueError:
+        return ValueError(f"run.dir {self.path} cannot be written ({error.strerror}): choose another folder.")
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
@@ -77,10 +110,13 @@ class RunFolder:
                 return
             # Whole or not at all: a run may be killed at any moment and gone on with.
             partial = self.path / f"{name}.partial"
-            partial.write_text(text, encoding="utf-8")
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             partial.replace(self.path / name)
         except OSError as error:
-            raise ValueError(f"run.dir {self.path} cannot be written ({error.strerror}): choose another folder.") from error
+            raise self._refusal(error) from error
 
     def write_yaml(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a YAML file, keys in the given order."""
@@ -158,40 +194,44 @@ class RunLog:
         self.rows: list[Mapping[str, float]] = []
         self._folder = folder
         self._tell = tell
-        self._behind = False
+        self._behind = self._told = False
 
     def add(self, row: Mapping[str, float]) -> None:
         """Add a row, also to ``metrics.jsonl``."""
         self.rows.append(row)
         if self._folder is None:
             return
-        try:
-            if self._behind:
-                self._folder.rewrite(self.rows)
-            else:
-                self._folder.log(row)
-        except ValueError as error:
-            if not self._behind:
-                self._tell(f"{error} The run goes on, and its metrics are written when that is possible again.")
-            self._behind = True
-        else:
-            self._behind = False
+        self._written(lambda folder: folder.rewrite(self.rows) if self._behind else folder.log(row))
 
     def cut_back(self, step: int) -> None:
         """Keep the rows up to a step, also in ``metrics.jsonl``; of a run that goes on they come from there.
 
         Raises:
-            ValueError: the folder cannot be written.
+            ValueError: the rows cannot be read.
         """
         rows = self.rows if self._folder is None or self._behind else self._folder.rows()
         self.rows = [row for row in rows if row["step"] <= step]
-        if self._folder is not None:
-            self._folder.rewrite(self.rows)
+        self._behind = self._behind or len(self.rows) != len(rows)
+        self.catch_up()
 
-    def sync(self) -> None:
-        """Bring ``metrics.jsonl`` to the disk, as far as it was written."""
-        if self._folder is not None:
-            self._folder.sync()
+    def catch_up(self) -> None:
+        """Write what could not be written before, and bring it to the disk, as far as that is possible now."""
+        if self._folder is None:
+            return
+        if self._behind:
+            self._written(lambda folder: folder.rewrite(self.rows))
+        self._folder.sync()
+
+    def _written(self, write: Callable[[RunFolder], None]) -> None:
+        assert self._folder is not None
+        try:
+            write(self._folder)
+        except ValueError as error:
+            if not self._told:
+                self._tell(f"{error} The run goes on, and its metrics are written when that is possible again.")
+            self._told = self._behind = True
+        else:
+            self._told = self._behind = False
 
     @property
     def steps(self) -> list[Mapping[str, float]]:

@@ -55,7 +55,7 @@ def weight_not_finite(model: nn.Module) -> str:
     """The path of a weight that trains and is not finite; empty where there is none."""
     for path, weight in model.named_parameters():
         # The largest value and not a mask, which would take memory as large as the weight.
-        if weight.requires_grad and not math.isfinite(torch.linalg.vector_norm(weight, math.inf).item()):
+        if weight.requires_grad and weight.numel() and not math.isfinite(torch.linalg.vector_norm(weight, math.inf).item()):
             return path
     return ""
 
@@ -84,20 +84,25 @@ class Health:
     def __init__(self) -> None:
         self._left_out: deque[bool] = deque(maxlen=_WATCHED_STEPS)
 
-    def check(self, step: int, *, left_out: bool, scale: float | None) -> None:
+    def check(self, step: int, *, finite: bool, updated: bool, scale: float | None) -> None:
         """Take note of a step (from 1).
 
+        Args:
+            updated: whether it has changed weights.
+
         Raises:
-            ValueError: more than half of the last 100 steps were left out, or the loss scale has collapsed.
+            NotFiniteStep: more than half of the last 100 steps were left out, or the loss scale has collapsed.
         """
-        self._left_out.append(left_out)
+        self._left_out.append(not finite)
         if sum(self._left_out) > _WATCHED_STEPS // 2:
-            raise ValueError(
+            raise NotFiniteStep(
                 f"{sum(self._left_out)} of the last {len(self._left_out)} steps up to step {step} were not finite and left out: lower "
-                f"the learning rate, look at the rows that were named, or go back to an earlier checkpoint."
+                f"the learning rate, look at the rows that were named, or go back to an earlier checkpoint.",
+                updated=updated,
             )
         if scale is not None and scale < SMALLEST_SCALE:
-            raise ValueError(
+            raise NotFiniteStep(
                 f"the loss scale has fallen to {scale:g} at step {step}, where most of the gradient is rounded to 0 in float16: set "
-                f"precision to autocast_bf16, or lower the learning rate."
+                f"precision to autocast_bf16, or lower the learning rate.",
+                updated=updated,
             )

@@ -15,11 +15,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from memtrain.checkpoint import Checkpoint, NotReadable, latest, places, read
+from memtrain.check import micro_batch_sizes
+from memtrain.checkpoint import MANIFEST, Checkpoint, latest, read
 from memtrain.job import Job
 from memtrain.metrics import RunFolder
 from memtrain.models.build import FromModule, ModelSource
-from memtrain.plan import POLICIES, Single, parse_constraints, policy_name
+from memtrain.plan import POLICIES, Single, parse_constraints, policy_name, ranks_of
 
 CHECKPOINTS = "checkpoints"
 # Of a transformers configuration, what changes without the model's doing so.
@@ -130,57 +131,86 @@ def find_start(resume: str | Path, folder: RunFolder | None, here: Mapping[str, 
     own = None if folder is None else folder.path / CHECKPOINTS
     if resume == "never":
         return Start()
+    mine = Start() if own is None else _whole(own, here)
     if resume == "auto":
-        return Start() if own is None else _latest(own, here, folder)
+        return _begun(folder) if folder is not None and mine.checkpoint is None else mine
     assert isinstance(resume, Path)
     found = _at(resume, here)
     assert found.checkpoint is not None
-    newest = next(iter([] if own is None else places(own)), None)
-    if newest is not None and newest.name > found.checkpoint.path.name:
-        raise ValueError(
-            f"resume is {str(resume)!r}, which is step {found.checkpoint.step}, and {own} holds the later {newest.name}, which a "
-            f"run from there on would be mistaken for: choose another run.dir, or remove what is later."
-        )
-    return found
+    if mine.checkpoint is None or mine.checkpoint.path == found.checkpoint.path:
+        return found
+    # The same call again: this run began there and has come further.
+    began = origin_of(found.checkpoint, own)
+    if began is not None and mine.checkpoint.facts["origin"] == began:
+        return mine
+    raise ValueError(
+        f"resume is {str(resume)!r}, which is step {found.checkpoint.step}, and {own} has step {mine.checkpoint.step} of a run that "
+        f"did not begin there: choose another run.dir, or leave resume out to go on with that one."
+    )
 
 
-def _latest(own: Path, here: Mapping[str, Any], folder: RunFolder | None) -> Start:
-    found, troubles = latest(own)
+def origin_of(start: Checkpoint | None, own: Path | None) -> list[Any] | None:
+    """The checkpoint of another run that a run began with, as path and step; None where it began by itself.
+
+    Args:
+        start: what the run goes on from.
+        own: the folder of its own checkpoints.
+    """
+    if start is None:
+        return None
+    place = start.path.resolve()
+    if own is not None and place.parent == own.resolve():
+        found: list[Any] | None = start.facts["origin"]
+        return found
+    return [str(place), start.step]
+
+
+def _begun(folder: RunFolder) -> Start:
+    """The beginning, in a folder that has no checkpoint."""
+    if (folder.path / "comparison.json").exists():
+        raise ValueError(f"run.dir {folder.path} holds a run that is complete and has no checkpoint: choose another folder.")
+    if folder.identity is None:
+        return Start()
+    return Start(notes=(f"The run in {folder.path} has saved no checkpoint, and begins anew.",))
+
+
+def _whole(folder: Path, here: Mapping[str, Any]) -> Start:
+    """The latest whole checkpoint in a folder, which must be of this job; none where there are none at all."""
+    found, troubles = latest(folder)
     if found is None and troubles:
         raise ValueError(
-            f"none of the {len(troubles)} checkpoints in {own} is whole; of the latest: {troubles[0]} Choose another run.dir to begin "
-            f"anew."
+            f"none of the {len(troubles)} checkpoints in {folder} is whole; of the latest: {troubles[0]} Choose another run.dir to "
+            f"begin anew."
         )
     if found is None:
-        began = folder is not None and folder.identity is not None
-        return Start(notes=(f"the run in {own.parent} has saved no checkpoint: it begins anew",) if began else ())
+        return Start()
     _require_same(found, here)
-    return Start(found, tuple(f"not resumed from the latest checkpoint: {trouble}" for trouble in troubles))
+    return Start(found, tuple(f"A later checkpoint is passed over: {trouble}" for trouble in troubles))
 
 
 def _at(path: Path, here: Mapping[str, Any]) -> Start:
     """The checkpoint that a path names, or the latest below it."""
-    below = next((folder for folder in (path / CHECKPOINTS, path) if places(folder)), None)
-    if below is None:
-        found: Checkpoint | None = read(path)
-        troubles: tuple[str, ...] = ()
-    else:
-        found, troubles = latest(below)
-    if found is None:
-        raise NotReadable(f"none of the {len(troubles)} checkpoints in {below} is whole; of the latest: {troubles[0]}")
-    _require_same(found, here)
-    return Start(found, tuple(f"not resumed from the latest checkpoint: {trouble}" for trouble in troubles))
+    for folder in (path / CHECKPOINTS, path):
+        if (found := _whole(folder, here)).checkpoint is not None:
+            return found
+    if not (path / MANIFEST).exists():
+        raise ValueError(
+            f"resume is {str(path)!r}, and no checkpoint is there: give that of a checkpoint or of a run, auto or never."
+        )
+    checkpoint = read(path)
+    _require_same(checkpoint, here)
+    return Start(checkpoint)
 
 
 def _require_same(found: Checkpoint, here: Mapping[str, Any]) -> None:
     if differs := difference(here, found.facts["job"]):
         raise ValueError(
-            f"the checkpoint {found.path} is of another job ({differs}): give the same settings, or another run.dir with "
-            f"resume=never."
+            f"the checkpoint {found.path} is of another job ({differs}): give the same settings, or leave resume out to begin anew "
+            f"in a run.dir of its own."
         )
 
 
-def resumed_constraints(facts: Mapping[str, Any], constraints: Mapping[str, Any]) -> dict[str, Any]:
+def resumed_constraints(facts: Mapping[str, Any], constraints: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """The plan of a checkpoint as constraints, in which fields that are now set otherwise than then take their new value.
 
     A run that went on with a smaller plan than it was told to begin with keeps the smaller one.
@@ -195,7 +225,12 @@ def resumed_constraints(facts: Mapping[str, Any], constraints: Mapping[str, Any]
     changed = {
         field: value for field, value in now.items() if field == "sharding" or plain_constraints(now)[field] != then.get(field)
     }
-    return {**parse_constraints(facts["plan"]), **changed}
+    kept = parse_constraints(facts["plan"])
+    if "micro_batch_size" not in changed:
+        # Among more processes a step's rows may be fewer than that for each.
+        sizes = micro_batch_sizes(job, ranks_of(changed))
+        kept["micro_batch_size"] = max((size for size in sizes if size <= kept["micro_batch_size"]), default=1)
+    return {**kept, **changed}
 
 
 def plain_constraints(constraints: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,14 +93,18 @@ class Session:
             check_suits(predictor.model, given.eval_rows, "eval_data")
         return predictor
 
-    def plan(self, constraints: Mapping[str, Any]) -> Choice:
+    def plan(self, constraints: Mapping[str, Any], resumed_step: int | None = None) -> Choice:
         """The fastest plan that fits, made by the first process for all; it is in force from now on.
+
+        Args:
+            resumed_step: of the checkpoint that the constraints come from, if they do.
 
         Raises:
             NoPlanFits: with the smallest plan and the missing bytes.
             ValueError: the model has no loss, or the constraints leave no plan.
         """
-        self.choice = distributed.from_first(lambda: choose(self._predictor, self.given.budget, constraints))
+        chosen = distributed.from_first(lambda: choose(self._predictor, self.given.budget, constraints))
+        self.choice = replace(chosen, resumed_step=resumed_step)
         return self.choice
 
     def plan_smaller(self, needed_bytes: int | None) -> Choice:

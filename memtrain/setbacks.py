@@ -19,6 +19,7 @@ from memtrain.session import Session
 class Phase(StrEnum):
     """What a run does, as a person is told where memory ran out."""
 
+    BEGINNING = "putting the run together"
     REHEARSAL = "the rehearsal of a step"
     STEP = "forward and backward"
     UPDATE = "the update"
@@ -55,7 +56,7 @@ def make_smaller(session: Session, memory: OutOfMemory, where: Where, folder: Ru
     assert before is not None
     held = 0 if measured is None else measured.total_device_bytes + (requested_bytes(memory.said) or 0)
     (needed,) = distributed.agree([held])
-    step = None if where.phase is Phase.REHEARSAL else where.done + 1
+    step = None if where.phase in (Phase.BEGINNING, Phase.REHEARSAL) else where.done + 1
     try:
         smaller = session.plan_smaller(needed or None)
     except NoPlanFits:

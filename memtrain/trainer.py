@@ -8,10 +8,9 @@ learning rate from schedule.learning_rate.
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 from collections.abc import Collection, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from memtrain.data.batches import Batches, StepBatches, steps_for
 from memtrain.data.loading import step_batches
 from memtrain.data.rows import fingerprint
 from memtrain.device import Cuda, Device
+from memtrain.ending import ending, saving, write_comparison
 from memtrain.inputs import check_module, load_tokenizer, rows_of
 from memtrain.job import AdamW, Budget, Cosine, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
 from memtrain.keeper import Keeper
+from memtrain.loop import Loop
 from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import IDENTITY, RunFolder, RunLog
 from memtrain.models.build import bytes_on, source, weight_dtype
@@ -35,13 +36,12 @@ from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.precision import Fp32, Precision
-from memtrain.report.plot import plot_run
 from memtrain.report.tell import Tell, teller
 from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
 from memtrain.require import require
 from memtrain.resume import CHECKPOINTS, find_start, identity, parse_resume, plain_constraints, resumed_constraints
 from memtrain.session import Given, Session
-from memtrain.signals import exit_code, listen
+from memtrain.signals import listen
 from memtrain.training import Around, Stopped, Training
 from memtrain.units import parse_bytes
 from memtrain.watchdog import Watchdog
@@ -237,11 +237,12 @@ class Trainer:
     def _plan(self) -> Choice:
         constraints, checkpoint = self._constraints, self._start.checkpoint
         if checkpoint is not None:
-            constraints = resumed_constraints(checkpoint.facts, constraints)
-        chosen = self._session.plan(constraints)
+            constraints = resumed_constraints(checkpoint.facts, constraints, self.job)
+        chosen = self._session.plan(constraints, None if checkpoint is None else checkpoint.step)
         if self.folder is not None:
             # First, since it says of which job the others are.
-            self.folder.write_json(IDENTITY, self._identity)
+            if self.folder.identity is None:
+                self.folder.write_json(IDENTITY, self._identity)
             chosen.write(self.folder)
         return chosen
 
@@ -263,60 +264,58 @@ class Trainer:
             )
         machine.require(self.device)
         distributed.require(ranks_of(self._constraints))
-        console = Console(quiet=not self._progress)
-        console.print(choice_view(self.choice), "")
         checkpoint = self._start.checkpoint
-        if checkpoint is not None and checkpoint.step == self.job.steps and checkpoint.path.parent != self._checkpoints:
-            raise ValueError(
-                f"the checkpoint {checkpoint.path} is of the last of {self.job.steps} steps: nothing is left to train."
-            )
-        with TrainingProgress(self.job.steps, self.budget.device_bytes, console, self._unit) as bar:
-            tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
-            log = RunLog(self.folder, tell)
-            training = self._trained(log, bar, tell)
-        loop = training.loop
+        if checkpoint is not None and checkpoint.step == self.job.steps and self._checkpoints is None:
+            raise ValueError(f"the checkpoint {checkpoint.path} is of the last step: nothing is left to train; give run_dir.")
+        console = Console(quiet=not self._progress)
+        bar = TrainingProgress(
+            self.job.steps, self.budget.device_bytes, console, "tok" if "input_ids" in self.rows[0] else "row"
+        )
+        tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
+        log = RunLog(self.folder, tell)
+        loop = self._trained(log, bar, tell)
         # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
         unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
-        measured = self._session.meter.side(statistics.median(row["step_seconds"] for row in unwatched))
-        comparison = compare(self.choice, measured)
-        if self.folder is not None:
-            self.folder.write_json("comparison.json", comparison.to_dict())
+        seconds = statistics.median(row["step_seconds"] for row in unwatched) if unwatched else 0.0
+        comparison = compare(self.choice, self._session.meter.side(seconds))
+        # A run that was complete already has been measured when it trained.
+        if loop.first < self.job.steps:
             shown = self._session.meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
-            plot_run(self.folder.path / "memory.png", log.rows, self.choice, shown)
-        console.print("", comparison_view(comparison, self.budget, log.evaluations))
+            write_comparison(comparison, log, self.choice, shown, self.folder, tell)
+            console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
-    def _trained(self, log: RunLog, bar: TrainingProgress, tell: Tell) -> Training:
-        """The course of the run, with signals heard and every step watched."""
-        for note in self._start.notes:
-            tell(note)
-        keeper = self._keeper(tell)
-        watchdog = Watchdog(tell, usual={"step": self.choice.step_seconds})
+    def _trained(self, log: RunLog, bar: TrainingProgress, tell: Tell) -> Loop:
+        """The course of the run, with signals heard and every step watched; its steps, of which the last is taken."""
         # Workers are forked before there are threads.
-        with closing(self._batches()) as batches, listen(self._stop_seconds, tell) as requests, watchdog:
-            around = Around(
-                log=log, folder=self.folder, keeper=keeper, requests=requests, watchdog=watchdog, tell=tell, bar=bar
-            )
-            training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
-            self._has_trained = True
-            folder = self.folder
-            try:
+        with closing(self._batches()) as batches, listen(self._stop_seconds, tell) as requests:
+            bar.console.print(choice_view(self.choice), "")
+            in_use = nullcontext() if self.folder is None else self.folder.held()
+            for note in self._start.notes:
+                tell(note)
+            if self._start.checkpoint is not None:
+                tell(f"Going on from step {self._start.checkpoint.step} of {self.job.steps}, in {self._start.checkpoint.path}.")
+            keeper = self._keeper(tell)
+            with in_use, bar, Watchdog(tell, usual={"step": self.choice.step_seconds}) as watchdog:
+                around = Around(
+                    log=log, folder=self.folder, keeper=keeper, requests=requests, watchdog=watchdog, tell=tell, bar=bar
+                )
+                training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
+                self._has_trained = True
                 try:
-                    training.run(self._start, None if folder is None else lambda: self.save_model(folder.path / "model"))
-                except Stopped as stopped:
+                    with ending(training, keeper, self.folder, tell):
+                        training.run(self._start, saving(self.save_model, self.folder))
+                        if requests.stop is not None:
+                            raise Stopped(requests.stop)
+                except KeyboardInterrupt:
+                    # After Ctrl-C came twice nothing is waited for; after it came once there is nothing to wait for.
+                    keeper.abandon()
+                    raise
+                finally:
                     keeper.wait()
-                    tell(keeper.where_to_go_on())
-                    if stopped.by is signal.SIGINT:
-                        raise KeyboardInterrupt from None
-                    raise SystemExit(exit_code(stopped.by)) from None
-            except KeyboardInterrupt:
-                # After Ctrl-C came twice this waits for nothing; after it came once there is nothing to wait for.
-                keeper.abandon()
-                raise
-            finally:
-                keeper.wait()
-                self._session.end()
-        return training
+                    log.catch_up()
+                    self._session.end()
+        return training.loop
 
     def _keeper(self, tell: Tell) -> Keeper:
         host = self.budget.host_bytes
@@ -347,7 +346,10 @@ class Trainer:
             self._plan()
         batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         try:
-            return self._session.begin(batches).evaluate()
+            loop, checkpoint = self._session.begin(batches), self._start.checkpoint
+            if checkpoint is not None and not self._has_trained:
+                self._keeper(lambda _: None).restore(checkpoint, loop.run, loop.plan)
+            return loop.evaluate()
         finally:
             self._session.end()
 
@@ -381,10 +383,6 @@ class Trainer:
         return step_batches(
             self.rows, global_batch_size=job.global_batch_size, seed=job.seed, steps=job.steps, workers=self._workers
         )
-
-    @property
-    def _unit(self) -> str:
-        return "tok" if "input_ids" in self.rows[0] else "row"
 
 
 def _bytes(name: str, text: str | None) -> int | None:

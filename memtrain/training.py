@@ -6,9 +6,10 @@ into a prepared run, and the steps after it are taken again with the same rows.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -98,7 +99,8 @@ class Training:
         self._steps = session.given.job.steps
         self._done = 0
         self._evaluated: set[int] = set()
-        self._speed = 0.0
+        self._speed, self._loss = 0.0, math.nan
+        self._is_whole = False
         device = session.given.device
         self._leaks = LeakWatch(
             # A copy that is being written is memory of its own.
@@ -106,6 +108,11 @@ class Training:
             _CARD_GROWTH_BYTES if isinstance(device, Cuda) else _HEAP_GROWTH_BYTES,
         )
         self._loop: Loop | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+        return self._done
 
     @property
     def loop(self) -> Loop:
@@ -122,6 +129,8 @@ class Training:
         Raises:
             Stopped: a signal came; what could be saved is saved.
             ValueError: the loss is not finite, or memory ran out and nothing is left to give.
+
+        What ends the run before a weight has changed, such as a row that cannot be read, lets it save first.
         """
         pending: Start | None = start
         try:
@@ -139,9 +148,11 @@ class Training:
                     self._advance()
                 except _WentBack as back:
                     pending = back.start
-        except (Stopped, NotFiniteStep) as ends:
-            if not (isinstance(ends, NotFiniteStep) and ends.updated):
-                with suppress(_WentBack):
+        except Exception as ends:
+            # Of several processes one alone may have met it, and the others would not come.
+            met_by_all = isinstance(ends, Stopped | NotFiniteStep) or self._session.given.processes.ranks == 1
+            if self._is_whole and met_by_all:
+                with suppress(Exception):
                     self._save()
             raise
 
@@ -149,25 +160,37 @@ class Training:
 
     def _begin(self, start: Start) -> None:
         around = self._around
+        self._is_whole = False
         self._done = 0 if start.checkpoint is None else start.checkpoint.step
         around.log.cut_back(-1 if start.checkpoint is None else self._done)
         # The first process has the log.
         self._evaluated = distributed.from_first(lambda: {step for step, _ in around.log.evaluations})
-        self._loop = self._session.begin(self._batches, self._done, ask=self._ask, tell=around.tell)
+        outcome = self._tried(Phase.BEGINNING, lambda: self._put_together(start))
+        if isinstance(outcome, Setback):
+            self._make_room(outcome, in_place=False)
         if start.checkpoint is None:
             self._rehearse()
-        else:
-            around.keeper.restore(start.checkpoint, self.loop.run, self.loop.plan)
+        self._is_whole = True
+        # One from another folder becomes this run's own, so that a kill from here on loses nothing.
+        if start.checkpoint is not None:
+            self._save()
+
+    def _put_together(self, start: Start) -> None:
+        self._loop = self._session.begin(self._batches, self._done, ask=self._ask, tell=self._around.tell)
+        if start.checkpoint is not None:
+            self._around.keeper.restore(start.checkpoint, self.loop.run, self.loop.plan)
 
     def _rehearse(self) -> None:
         """Take the memory of a step, and of one beside the optimizer's state, before a weight changes (rule 7)."""
         while True:
             put_back = self._secured(Phase.REHEARSAL, lambda: self.loop.remember())
-            with self._around.watchdog.watching("step", "the rehearsal of step 1"):
-                outcome = self._tried(Phase.REHEARSAL, self.loop.rehearse)
-            # At a learning rate of 0 no weight has changed; the rest goes.
-            self.loop.run.optimizer.state.clear()
-            put_back()
+            try:
+                with self._around.watchdog.watching("step", "the rehearsal of step 1"):
+                    outcome = self._tried(Phase.REHEARSAL, self.loop.rehearse)
+            finally:
+                # At a learning rate of 0 no weight has changed; the rest goes.
+                self.loop.run.optimizer.state.clear()
+                put_back()
             machine.release_cached(self._session.given.device)
             if not isinstance(outcome, Setback):
                 return
@@ -192,8 +215,10 @@ class Training:
             try:
                 with self._around.watchdog.watching("step", f"step {step + 1}"):
                     outcome = self._tried(Phase.STEP, take, changes)
-            except (Stopped, NotFiniteStep):
-                put_back()
+            except Exception as error:
+                self._is_whole = not error.updated if isinstance(error, NotFiniteStep) else not changes.begun
+                if self._is_whole:
+                    put_back()
                 raise
             if not isinstance(outcome, Setback):
                 return outcome
@@ -205,9 +230,11 @@ class Training:
         # The profiler slows the steps that it watches: the speed shown is that of the last one it did not.
         if not self._speed or not self.loop.watches(step - 1):
             self._speed = row[f"{self.loop.counts}_per_second"]
+        if math.isfinite(row["loss"]):
+            self._loss = row["loss"]
         # Every weight and its state is asked for its size, for nobody where nothing is shown.
         held = 0 if bar.console.quiet else meter.held_bytes()
-        bar.update(step, loss=row["loss"], per_second=self._speed, memory_bytes=held, peak_bytes=meter.peak_bytes)
+        bar.update(step, loss=self._loss, per_second=self._speed, memory_bytes=held, peak_bytes=meter.peak_bytes)
 
     # ------------------------------------------------------------------ out of memory
 
@@ -227,16 +254,19 @@ class Training:
             self._make_room(outcome)
         return outcome
 
-    def _make_room(self, setback: Setback[Where]) -> None:
+    def _make_room(self, setback: Setback[Where], *, in_place: bool = True) -> None:
         """Make room after memory ran out, so that the same can be tried again.
 
+        Args:
+            in_place: whether it can where all processes are in one place and no weight has changed.
+
         Raises:
-            _WentBack: it cannot, since weights have changed in one process or all.
+            _WentBack: it cannot.
             ValueError: nothing is left to give.
         """
         # The same in all processes, which have to go the same way.
         memory, failed = next((memory, where) for memory, where in zip(setback.ran_out, setback.facts, strict=True) if memory)
-        session, around, plan = self._session, self._around, self.loop.plan
+        session, around, plan = self._session, self._around, self._session.plan_in_force
         machine.release_cached(session.given.device)
         match failed.phase:
             case Phase.EVALUATION:
@@ -246,28 +276,36 @@ class Training:
             case _:
                 make_smaller(session, memory, failed, around.folder, around.tell)
                 self._leaks.rebase()
+        changed = any(where.changed for where in setback.facts)
         # Processes that are not where the others are have taken part in an update that one of them has not made.
-        if failed.changed or len(set(setback.facts)) > 1:
-            self._go_back()
+        if changed or not in_place or len(set(setback.facts)) > 1:
+            self._go_back(failed, changed=changed)
         # What was made for several processes is of no use among those that have met again.
         if session.plan_in_force != plan or len(setback.facts) > 1:
-            self._loop = session.go_on(self.loop, self._done)
+            loop = self.loop
+            outcome = self._tried(Phase.BEGINNING, lambda: session.go_on(loop, self._done))
+            if isinstance(outcome, Setback):
+                self._make_room(outcome, in_place=False)
+            else:
+                self._loop = outcome
 
-    def _go_back(self) -> None:
+    def _go_back(self, failed: Where, *, changed: bool) -> None:
         """End the run under way, and begin again at the last checkpoint, or where there is none with the model as it was."""
         session, around = self._session, self._around
         last = around.keeper.last()
-        if last is None and not session.loads_again:
+        untouched = self._done == 0 and not changed
+        if last is None and not session.loads_again and not untouched:
             raise ValueError(
-                f"memory ran out in the update of step {self._done + 1}, after weights had changed and before the first checkpoint: "
+                f"memory ran out in {failed.phase} after step {failed.done}, when weights had changed and before the first checkpoint: "
                 f"begin again with the module as it was, and with checkpoint_every smaller."
             )
-        around.tell(f"Weights had changed, so the run goes back to {'its beginning' if last is None else f'step {last.step}'}.")
+        why = "Weights had changed, so the run goes back to" if changed else "The run is put together again at"
+        around.tell(f"{why} {'its beginning' if last is None else f'step {last.step}'}.")
         self._loop = None
-        if last is None:
+        self._is_whole = False
+        session.end()
+        if last is None and not untouched:
             session.forget_model()
-        else:
-            session.end()
         raise _WentBack(Start(last))
 
     # ------------------------------------------------------------------ evaluating, saving, stopping
@@ -286,8 +324,11 @@ class Training:
         # Before the first step there is nothing that is not there already.
         if self._loop is None or not self._done:
             return
-        self._around.log.sync()
-        with self._around.watchdog.watching("checkpoint", f"the checkpoint of step {self._done}"):
+        self._around.log.catch_up()
+        written = f"the checkpoint of step {self._done}"
+        # One that is there takes no time, which says nothing of how long others take.
+        there = self._around.keeper.holds(self._done)
+        with nullcontext() if there else self._around.watchdog.watching("checkpoint", written):
             outcome = self._tried(Phase.SAVING, self._write)
         if isinstance(outcome, Setback):
             self._make_room(outcome)
@@ -316,12 +357,18 @@ class Training:
             raise Stopped(signal.Signals(stop))
         if saves:
             self._save()
+            self._around.keeper.wait()
+            if self._around.keeper.holds(self._done):
+                self._around.tell(f"Saved after step {self._done}, as it was told.")
 
     # ------------------------------------------------------------------ the end
 
     def _end(self, save_model: Callable[[], None] | None) -> None:
         """Measure evaluation and saving beside the optimizer's state."""
         session = self._session
+        skipped = sum(1 for row in self._around.log.rows if "skipped" in row)
+        if skipped:
+            self._around.tell(f"{skipped} of {self._steps} steps were left out, since they were not finite.")
         if session.given.eval_rows is not None:
             self._secured(Phase.EVALUATION, lambda: self.loop.measure_evaluation())
         if save_model is None:

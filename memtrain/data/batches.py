@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Final, Protocol
 
 import torch
 
+from memtrain import generators
 from memtrain.data.rows import Batch, Row, Rows, check_row
 
 TRAINING_ROWS: Final = "the training rows"
@@ -57,15 +57,11 @@ def shape_of(rows: Rows) -> Row:
     It is made once, and the generators of random numbers are put back. So a row that draws some does not change what the
     run draws after it, and a run that is resumed draws the same.
     """
-    import numpy
-
-    python, arrays = random.getstate(), numpy.random.get_state()
+    put_back = generators.remember()
     try:
-        with torch.random.fork_rng(devices=[]):
-            return {name: torch.empty_like(tensor, device="meta") for name, tensor in rows[0].items()}
+        return {name: torch.empty_like(tensor, device="meta") for name, tensor in rows[0].items()}
     finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
+        put_back()
 
 
 class StepBatches:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import random
 import signal
 import threading
 import traceback
@@ -27,6 +26,7 @@ import torch
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from memtrain import generators
 from memtrain.data.batches import TRAINING_ROWS, Batches, StepBatches, stacked
 from memtrain.data.rows import Batch, Row, Rows
 from memtrain.require import require
@@ -153,12 +153,8 @@ def _shared(batch: Batch, key: _Key) -> Batch:
 
 def _seed_generators(seed: int, step: int, position: int) -> None:
     """Let the generators of Python, NumPy and torch begin at a place that belongs to this row of this step."""
-    import numpy
-
     digest = hashlib.sha256(f"row values, seed {seed}, step {step}, position {position}".encode()).digest()
-    random.seed(digest)
-    numpy.random.seed(numpy.frombuffer(digest[:16], dtype="<u4"))
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8]))
+    generators.begin_at(int.from_bytes(digest[:16]))
 
 
 def _go_on(signum: int, frame: FrameType | None) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
 
+from memtrain import generators
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -187,10 +189,19 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(rows: Rows) -> str:
-    """The number of rows and a digest of the first and the last, by which two processes tell whether theirs are the same."""
+    """The number of rows and a digest of the first and the last, by which two processes tell whether theirs are the same.
+
+    A row that draws random numbers draws the same ones each time; the generators are put back afterwards.
+    """
     digest = hashlib.sha256()
-    for row in (rows[0], rows[len(rows) - 1]):
-        for name in sorted(row):
-            digest.update(name.encode())
-            digest.update(row[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    put_back = generators.remember()
+    try:
+        for index in (0, len(rows) - 1):
+            generators.begin_at(index)
+            row = rows[index]
+            for name in sorted(row):
+                digest.update(name.encode())
+                digest.update(row[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    finally:
+        put_back()
     return f"{len(rows)} rows ({digest.hexdigest()[:8]})"

@@ -39,6 +39,7 @@ class Choice:
         given: the fields of the plan that were fixed.
         allocator: how a card's allocator was set, in the words of PYTORCH_ALLOC_CONF; empty for torch's defaults.
         plan: the choice.
+        resumed_step: the step of the checkpoint whose plan it is; None where it was chosen.
         footprint: its predicted bytes.
         trace: the simulated run behind the footprint.
         step_seconds: predicted seconds per optimizer step.
@@ -52,6 +53,7 @@ class Choice:
     given: tuple[str, ...] = ()
     allocator: str = ""
     plan: Plan
+    resumed_step: int | None = None
     footprint: Footprint
     trace: Trace
     step_seconds: float

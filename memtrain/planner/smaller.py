@@ -54,6 +54,7 @@ def next_smaller(
                     choice,
                     given=tuple(field for field, fixed in constraints.items() if getattr(plan, field) == fixed),
                     plan=plan,
+                    resumed_step=None,
                     footprint=predicted,
                     trace=predictor.trace(plan),
                     step_seconds=cost.step_seconds(plan),

@@ -33,6 +33,8 @@ def teller(folder: RunFolder | None, bar: TrainingProgress | None, *, silent: bo
         if folder is not None:
             # What cannot be written here has been said all the same.
             with suppress(ValueError):
-                folder.log({"time": datetime.now().isoformat(timespec="seconds"), "said": sentence}, "events.jsonl")
+                folder.log(
+                    {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "said": sentence}, "events.jsonl"
+                )
 
     return tell

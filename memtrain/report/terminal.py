@@ -209,6 +209,8 @@ def _plan(choice: Choice) -> Table:
 
 
 def _fastest(choice: Choice) -> str:
+    if choice.resumed_step is not None:
+        return f"the plan of the checkpoint of step {choice.resumed_step}"
     given = [f"{FIELD_NAMES[field]} {getattr(choice.plan, field)}" for field in choice.given]
     return "the fastest plan that fits" + (f" with {', '.join(given)}, as it is set" if given else "")
 
@@ -334,11 +336,12 @@ def _relative(difference: float, measured: float) -> str:
 
 
 def _evaluation_sentence(evaluations: Sequence[tuple[int, float]]) -> str:
-    (_, before), (step, after) = evaluations[0], evaluations[-1]
+    (first, before), (step, after) = evaluations[0], evaluations[-1]
+    begins = f"after {first} steps" if first else "before training"
     if len(evaluations) == 1:
-        return f"Evaluation loss {before:.4f} before training (perplexity {_perplexity(before)})."
+        return f"Evaluation loss {before:.4f} {begins} (perplexity {_perplexity(before)})."
     return (
-        f"Evaluation loss {before:.4f} before training and {after:.4f} after {step} steps "
+        f"Evaluation loss {before:.4f} {begins} and {after:.4f} after {step} steps "
         f"(perplexity {_perplexity(before)} and {_perplexity(after)})."
     )
 

@@ -62,6 +62,7 @@ def looped(job: Job, *rows: tuple[float, float], plan: Plan | None = None) -> tu
 
     said: list[str] = []
     loop = Loop(
+        buffers=(),
         job=job,
         run=prepare(job, plan, Length()),
         batches=InOrder(held, global_batch_size=2, seed=0),
@@ -91,7 +92,9 @@ def test_a_skipped_step_names_its_row_and_the_run_goes_on(precision: Any) -> Non
     loop, said = looped(dataclasses.replace(SKIPPING, precision=precision), *NAN_ROW)
     row = loop.step(0)
     assert (str(row["loss"]), row["skipped"]) == ("nan", 1)
-    assert said == ["the loss of step 1 is nan; no weight was changed; the loss of row 1 alone is not finite: look there."]
+    assert said == [
+        "The loss of step 1 is nan; no weight was changed, and the run goes on; the loss of row 1 alone is not finite: look there."
+    ]
     assert torch.equal(weight(loop), torch.eye(2))
     assert loop.run.model.training
     assert row.get("loss_scale") == (8.0 if precision == SCALED else None)
@@ -117,8 +120,8 @@ def test_where_no_row_is_to_blame_it_is_the_gradient() -> None:
     loop, said = looped(SKIPPING, *ZERO_ROW)
     assert loop.step(0)["loss"] == 2.5
     assert said == [
-        "the gradient of step 1 has a norm of nan; no weight was changed; the loss of each of its rows alone is finite, so the "
-        "gradient overflows: look at rows [0, 1]."
+        "The gradient of step 1 has a norm of nan; no weight was changed, and the run goes on; the loss of each of its rows alone is "
+        "finite, so the gradient overflows: look at rows [0, 1]."
     ]
 
 
@@ -128,7 +131,8 @@ def test_a_weight_that_was_not_finite_before_is_named() -> None:
         weight(loop)[0, 0] = NAN
     loop.step(0)
     assert said == [
-        "the loss of step 1 is nan; no weight was changed; layer.weight was not finite before it: go back to an earlier checkpoint."
+        "The loss of step 1 is nan; no weight was changed, and the run goes on; layer.weight was not finite before it: go back to an "
+        "earlier checkpoint."
     ]
 
 
@@ -142,13 +146,13 @@ def test_without_a_norm_the_weights_are_spoilt(update: Plan) -> None:
 
 def test_a_gradient_that_overflows_at_every_scale_is_skipped_with_the_scale_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "MOST_TRIES", 3)
-    happened = "the gradient of step 1 is not finite at a loss scale of 1, after 3 tries; no weight was changed; "
+    happened = "he gradient of step 1 is not finite at a loss scale of 1, after 3 tries; no weight was changed"
     loop, said = looped(dataclasses.replace(SKIPPING, precision=SCALED), *ZERO_ROW)
     row = loop.step(0)
     assert (row["skipped"], row["overflows"], row["loss_scale"]) == (1, 3, 8.0)
-    assert said[0].startswith(happened)
+    assert said[0].startswith(f"T{happened}, and")
     stopping, _ = looped(dataclasses.replace(STOPPING, precision=SCALED), *ZERO_ROW)
-    with pytest.raises(ValueError, match=f"^{re.escape(happened)}"):
+    with pytest.raises(ValueError, match=f"^t{re.escape(happened)}; "):
         stopping.step(0)
 
 
@@ -159,24 +163,25 @@ def test_a_loss_that_is_not_finite_without_its_gradient_is_told_and_applied() ->
     row = loop.step(0)
     assert "skipped" not in row
     assert said == [
-        "the loss of step 1 is nan; its gradient is finite and was applied; the loss of rows 0, 1 alone is not finite: look there."
+        "The loss of step 1 is nan; its gradient is finite and was applied, and the run goes on; the loss of rows 0, 1 alone is not "
+        "finite: look there."
     ]
 
 
 def test_a_run_that_skips_most_steps_ends() -> None:
     health = Health()
     for step in range(1, 101):
-        health.check(step, left_out=step % 2 == 0, scale=None)
+        health.check(step, finite=step % 2 == 1, updated=step % 2 == 1, scale=None)
     with pytest.raises(
         ValueError, match=r"^51 of the last 100 steps up to step 101 were not finite and left out: lower the learn"
     ):
-        health.check(101, left_out=True, scale=None)
+        health.check(101, finite=False, updated=False, scale=None)
 
 
 def test_a_loss_scale_that_has_collapsed_ends_the_run() -> None:
     health = Health()
-    health.check(1, left_out=False, scale=1 / 16)
+    health.check(1, finite=True, updated=True, scale=1 / 16)
     with pytest.raises(
         ValueError, match=r"^the loss scale has fallen to 0\.03125 at step 2, .* set precision to autocast_bf16"
     ):
-        health.check(2, left_out=False, scale=1 / 32)
+        health.check(2, finite=True, updated=True, scale=1 / 32)

@@ -150,7 +150,7 @@ def test_before_the_first_checkpoint_the_run_begins_again(
 def test_a_given_module_has_no_beginning_to_go_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
     in_update(monkeypatch, 2 + 2)
     with pytest.raises(
-        ValueError, match=r"memory ran out in the update of step 2, after weights had changed and before the first"
+        ValueError, match=r"memory ran out in the update after step 1, when weights had changed and before the first"
     ):
         trainer(model=LLAMA.build().load()).train()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from torch import Tensor
 from toys import CASES
 
 from memtrain import AdamW, Constant, Trainer
-from memtrain.checkpoint import read, write
-from memtrain.plan import ChunkedLogits, Plan, Recompute, to_dict
+from memtrain.job import Job
+from memtrain.plan import ChunkedLogits, DataParallel, Plan, Recompute, to_dict
 from memtrain.resume import resumed_constraints
 from memtrain.trainer import Result
 
@@ -137,7 +140,50 @@ def test_a_checkpoint_elsewhere_is_gone_on_from_in_a_folder_of_its_own(
     run = trainer(tmp_path / "run", resume=folder / "checkpoints" / "step-000000003")
     assert losses(run.train()) == losses(whole)[3:]
     assert same(weights(run), final)
-    assert [place.name[-1] for place in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["4", "5", "6", "7"]
+    # The one that it began with is its own from the start.
+    assert [place.name[-1] for place in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["3", "4", "5", "6", "7"]
+
+
+def test_the_same_call_goes_on_with_a_run_that_began_elsewhere(
+    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, whole, final = undisturbed
+    given: dict[str, Any] = {"resume": folder / "checkpoints" / "step-000000003"}
+    trainer(tmp_path / "run", **given).train()
+    for place in ("step-000000006", "step-000000007"):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / place)
+    # And a third time, without naming where it began.
+    for again in (given, {}):
+        stopped = tmp_path / f"again {len(again)}"
+        shutil.copytree(tmp_path / "run", stopped)
+        run = trainer(stopped, **again)
+        assert losses(run.train()) == losses(whole)[3:]
+        assert same(weights(run), final)
+    assert trainer(stopped)._start.checkpoint.facts["origin"] == [str((folder / "checkpoints" / "step-000000003").resolve()), 3]
+
+
+def test_a_complete_run_elsewhere_gives_its_model_to_a_folder_of_its_own(
+    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    run = trainer(tmp_path / "run", resume=undisturbed[0])
+    assert losses(run.train()) == []
+    assert same(weights(run), undisturbed[2])
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "comparison.json").exists()
+
+
+def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    holds = "import sys; from memtrain.metrics import RunFolder\nwith RunFolder(__import__('pathlib').Path(sys.argv[1])).held(): print(); input()"
+    command = [sys.executable, "-c", holds, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(
+            ValueError, match=r"another process trains in run\.dir .*: wait for its end, or choose another folder"
+        ):
+            trainer(tmp_path / "run").train()
+        other.communicate(b"\n")
 
 
 @pytest.mark.parametrize("named", ["", "checkpoints"])
@@ -187,9 +233,17 @@ def test_a_smaller_plan_that_a_run_went_on_with_is_kept_beside_the_same_constrai
         "plan": to_dict(Plan(micro_batch_size=1)),
         "constraints": {"micro_batch_size": 4, "activations": {"policy": "keep"}},
     }
-    assert resumed_constraints(facts, {"micro_batch_size": 4})["micro_batch_size"] == 1
-    assert resumed_constraints(facts, {"micro_batch_size": 2})["micro_batch_size"] == 2
-    assert resumed_constraints(facts, {"activations": Recompute()})["activations"] == Recompute()
+    job = Job(model="toy", global_batch_size=4, steps=1)
+    assert resumed_constraints(facts, {"micro_batch_size": 4}, job)["micro_batch_size"] == 1
+    assert resumed_constraints(facts, {"micro_batch_size": 2}, job)["micro_batch_size"] == 2
+    assert resumed_constraints(facts, {"activations": Recompute()}, job)["activations"] == Recompute()
+
+
+def test_among_more_processes_the_micro_batch_is_what_each_can_have() -> None:
+    facts = {"plan": to_dict(Plan(micro_batch_size=4)), "constraints": {}}
+    job = Job(model="toy", global_batch_size=6, steps=1)
+    found = resumed_constraints(facts, {"sharding": DataParallel(2)}, job)
+    assert (found["micro_batch_size"], found["sharding"]) == (3, DataParallel(2))
 
 
 def test_another_micro_batch_changes_losses_and_weights_by_rounding_alone(tmp_path: Path) -> None:
@@ -212,117 +266,6 @@ def test_another_micro_batch_changes_losses_and_weights_by_rounding_alone(tmp_pa
         assert torch.allclose(tensor, whole_run.model.get_parameter(name), atol=1e-4)
 
 
-# ---------------------------------------------------------------------- what is refused, and what is told
-
-
-@pytest.mark.parametrize(
-    ("given", "differs"),
-    [
-        ({"optimizer": AdamW(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001 here and 0\.003 there"),
-        ({"steps": 9}, "steps is 9 here and 7 there"),
-        ({"data": ROWS[:9]}, r"data is 9 rows \(\w+\) here and 10 rows \(\w+\) there"),
-        ({"seed": 1}, "seed is 1 here and 0 there"),
-        ({"model": CASES["llama"].build()}, "model.model_type is llama here and gpt2 there"),
-    ],
-)
-def test_another_jobs_run_is_refused_with_what_differs(
-    given: dict[str, Any], differs: str, undisturbed: tuple[Path, Result, dict[str, Tensor]]
-) -> None:
-    folder, _, _ = undisturbed
-    with pytest.raises(ValueError, match=rf"holds a run of another job \({differs}\): choose another folder"):
-        trainer(folder, **given)
-    with pytest.raises(ValueError, match=rf"is of another job \({differs}\): give the same settings"):
-        trainer(None, resume=folder, **given)
-
-
-def test_never_begins_in_an_unused_folder_alone(undisturbed: tuple[Path, Result, dict[str, Tensor]]) -> None:
-    with pytest.raises(ValueError, match="already holds a run"):
-        trainer(undisturbed[0], resume="never")
-
-
-@pytest.mark.parametrize(
-    ("resume", "told"),
-    [
-        ("newest", "resume is 'newest', and no folder is there: give that of a checkpoint or of a run, auto or never"),
-        (3, "resume is 3, and it must be auto, never, or the path"),
-        ("", "resume is '', and it must be"),
-    ],
-)
-def test_what_is_no_way_to_resume_is_refused(resume: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        trainer(resume=resume)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no checkpoint: checkpoint\.json cannot be read"):
-        trainer(resume=tmp_path)
-
-
-def test_an_earlier_checkpoint_of_the_own_run_is_refused_beside_later_ones(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]],
-) -> None:
-    folder, _, _ = undisturbed
-    with pytest.raises(ValueError, match=r"which is step 3, and .* holds the later step-000000007.*: choose another run\.dir"):
-        trainer(folder, resume=folder / "checkpoints" / "step-000000003")
-
-
-def damage(place: Path) -> None:
-    file = place / "model-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, whole, final = undisturbed
-    stopped = stopped_after(5, folder, tmp_path / "run")
-    damage(stopped / "checkpoints" / "step-000000005")
-    run = trainer(stopped)
-    assert losses(run.train()) == losses(whole)
-    assert same(weights(run), final)
-    assert "not resumed from the latest checkpoint:" in caplog.text
-    assert "step-000000005 is no whole checkpoint" in caplog.text
-    # It was written again, and whole.
-    assert read(stopped / "checkpoints" / "step-000000005").step == 5
-
-
-def test_a_run_with_damaged_checkpoints_alone_does_not_begin_anew(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    stopped = stopped_after(2, undisturbed[0], tmp_path / "run")
-    for place in (stopped / "checkpoints").iterdir():
-        damage(place)
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole; of the latest: .*step-000000002"):
-        trainer(stopped)
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole; of the latest: .*step-000000002"):
-        trainer(resume=stopped)
-
-
-def test_a_run_that_saved_no_checkpoint_begins_anew(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, whole, final = undisturbed
-    stopped = stopped_after(0, folder, tmp_path / "run")
-    # Killed in the middle of a line.
-    with (stopped / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
-    run = trainer(stopped)
-    assert losses(run.train()) == losses(whole)
-    assert same(weights(run), final)
-    assert "has saved no checkpoint: it begins anew" in caplog.text
-
-
-def test_a_checkpoint_of_the_same_job_with_other_tensors_is_refused(
-    undisturbed: tuple[Path, Result, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    found = read(undisturbed[0] / "checkpoints" / "step-000000003")
-    groups = {group: dict(found.tensors(group)) for group in found.files}
-    del groups["model"]["transformer.wte.weight"]
-    write(tmp_path, 3, groups, found.facts)
-    with pytest.raises(ValueError, match=r"transformer\.wte\.weight is here and was not written"):
-        trainer(resume=tmp_path).train()
-
-
 # ---------------------------------------------------------------------- what is kept
 
 
@@ -342,9 +285,29 @@ def test_no_checkpoints_are_written_where_none_are_wanted(tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_rows_that_draw_random_numbers_are_the_same_rows(tmp_path: Path) -> None:
+    class Drawing:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            ids = (torch.arange(12) + random.randrange(40) + int(torch.randint(40, ()))) % 90 + 3
+            return {"input_ids": ids, "labels": ids}
+
+    given: dict[str, Any] = {"data": Drawing(), "eval_data": None, "steps": 3}
+    trainer(tmp_path / "run", **given).train()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000000003")
+    whole = trainer(None, **given)
+    expected = losses(whole.train())
+    run = trainer(tmp_path / "run", **given)
+    assert losses(run.train()) == expected
+    assert same(weights(run), weights(whole))
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"workers": -1}, "workers is -1, and it must be a whole number of 0 or more"),
         ({"checkpoint_every": 0}, "checkpoint_every is 0, and it must be 1 or more steps, or None"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0, and it must be 1 or more"),
         ({"stop_seconds": 0}, "stop_seconds is 0, and it must be above 0 seconds, or None"),

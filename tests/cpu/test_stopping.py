@@ -150,7 +150,7 @@ def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved(
     count_micro_batches(monkeypatch, 8, told(signal.SIGTERM))
     with pytest.raises(SystemExit):
         test_resume.trainer(constraints=HALVES).train()
-    assert "The run has stopped, and nothing of it is saved." in caplog.text
+    assert "The run has stopped after step 1, and nothing of it is saved." in caplog.text
 
 
 def test_the_handlers_are_those_from_before_afterwards(tmp_path: Path) -> None:
