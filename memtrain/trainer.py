@@ -287,14 +287,16 @@ class Trainer:
 
     def _trained(self, log: RunLog, bar: TrainingProgress, tell: Tell) -> Loop:
         """The course of the run, with signals heard and every step watched; its steps, of which the last is taken."""
+        checkpoint = self._start.checkpoint
         # Workers are forked before there are threads.
         with closing(self._batches()) as batches, listen(self._stop_seconds, tell) as requests:
             bar.console.print(choice_view(self.choice), "")
             in_use = nullcontext() if self.folder is None else self.folder.held()
             for note in self._start.notes:
                 tell(note)
-            if self._start.checkpoint is not None:
-                tell(f"Going on from step {self._start.checkpoint.step} of {self.job.steps}, in {self._start.checkpoint.path}.")
+            if checkpoint is not None:
+                left = "going on from" if checkpoint.step < self.job.steps else "nothing is left to train after"
+                tell(f"Resumed: {left} step {checkpoint.step} of {self.job.steps}, in {checkpoint.path}.")
             keeper = self._keeper(tell)
             with in_use, bar, Watchdog(tell, usual={"step": self.choice.step_seconds}) as watchdog:
                 around = Around(
