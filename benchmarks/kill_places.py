@@ -13,49 +13,38 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-ASIDE = "between the renames by which one checkpoint follows another"
-PLACES = (
-    "half-way through a file of a checkpoint",
-    "half-way through the manifest of a checkpoint",
-    "before something is brought to the disk (fsync)",
-    "before a checkpoint takes its name",
-    "after a checkpoint took its name",
-    ASIDE,
-    "before an older checkpoint loses its name",
-    "after an older checkpoint lost its name",
-    "in the removal of a checkpoint's files",
-    "half-way through a line of the metrics",
-    "where the metrics are cut back",
-    "half-way through another file of the run",
-    "in the reading of a checkpoint",
-    "in an evaluation",
-)
-(
-    _OF_CHECKPOINT,
-    _MANIFEST,
-    _FSYNC,
-    _BEFORE,
-    _AFTER,
-    _,
-    _BEFORE_OLDER,
-    _AFTER_OLDER,
-    _REMOVAL,
-    _LINE,
-    _CUT,
-    _OTHER,
-    _READING,
-    _,
-) = PLACES
+
+class Place(StrEnum):
+    """What a process is doing to the folder of its run."""
+
+    OF_CHECKPOINT = "half-way through a file of a checkpoint"
+    MANIFEST = "half-way through the manifest of a checkpoint"
+    FSYNC = "before something is brought to the disk (fsync)"
+    BEFORE = "before a checkpoint takes its name"
+    AFTER = "after a checkpoint took its name"
+    ASIDE = "between the renames by which one checkpoint follows another"
+    BEFORE_OLDER = "before an older checkpoint loses its name"
+    AFTER_OLDER = "after an older checkpoint lost its name"
+    REMOVAL = "in the removal of a checkpoint's files"
+    LINE = "half-way through a line of the metrics"
+    NAMED = "before or after another file of the run takes its name"
+    OTHER = "half-way through another file of the run"
+    READING = "in the reading of a checkpoint"
+    EVALUATION = "in an evaluation"
+
+
+PLACES = tuple(Place)
 
 
 class Aim:
     """Kills this process when it passes a place the n-th time.
 
     Args:
-        place: one of :data:`PLACES`; another kills nobody.
+        place: one of :class:`Place`; another kills nobody.
         number: n, from 1.
 
     Attributes:
@@ -99,12 +88,6 @@ class HalfWritten:
             end()
         return self._stream.write(data)
 
-    def truncate(self, *given: Any) -> Any:
-        self._aim.passes(_CUT)
-        done = self._stream.truncate(*given)
-        self._aim.passes(_CUT)
-        return done
-
     def __enter__(self) -> HalfWritten:
         self._stream.__enter__()
         return self
@@ -131,10 +114,7 @@ def aim_(aim: Aim, run: Path) -> None:
             writes = any(letter in mode for letter in "wxa+")
             place = _place_of(str(name)[len(root) :], mode) if writes else None
             if not writes and "checkpoints" in str(name):
-                aim.passes(_READING)
-            if place == _CUT:
-                # It is empty once it is open.
-                aim.passes(_CUT)
+                aim.passes(Place.READING)
             stream = of(file, mode, *args, **kwargs)
             return stream if place is None else HalfWritten(stream, aim, place)
 
@@ -150,38 +130,32 @@ def aim_(aim: Aim, run: Path) -> None:
 
         return rename
 
-    def passing(of: Callable[..., Any], place: str, *, both: bool = False) -> Callable[..., Any]:
+    def passing(of: Callable[..., Any], place: Place) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             aim.passes(place)
-            done = of(*args, **kwargs)
-            if both:
-                aim.passes(place)
-            return done
+            return of(*args, **kwargs)
 
         return watched
 
     io.open = opened(io.open)  # pathlib's
     builtins.open = opened(builtins.open)
     os.rename, os.replace = renamed(os.rename), renamed(os.replace)
-    os.fsync = passing(os.fsync, _FSYNC)
-    os.unlink, os.rmdir = passing(os.unlink, _REMOVAL), passing(os.rmdir, _REMOVAL)
-    os.truncate, os.ftruncate = passing(os.truncate, _CUT, both=True), passing(os.ftruncate, _CUT, both=True)
+    os.fsync = passing(os.fsync, Place.FSYNC)
+    os.unlink, os.rmdir = passing(os.unlink, Place.REMOVAL), passing(os.rmdir, Place.REMOVAL)
 
 
-def _place_of(name: str, mode: str) -> str:
+def _place_of(name: str, mode: str) -> Place:
     if name.startswith("/checkpoints"):
-        return _OF_CHECKPOINT if name.endswith(".safetensors") else _MANIFEST
-    if "metrics" in name:
-        return _LINE if "a" in mode else _CUT
-    return _OTHER
+        return Place.OF_CHECKPOINT if name.endswith(".safetensors") else Place.MANIFEST
+    return Place.LINE if "metrics" in name and "a" in mode else Place.OTHER
 
 
-def _around(source: str, target: str) -> tuple[str, str]:
+def _around(source: str, target: str) -> tuple[Place, Place]:
     """What it is called before and after a rename."""
     if "checkpoints" not in target:
-        return _CUT, _CUT
+        return Place.NAMED, Place.NAMED
     if target.endswith(".partial"):
-        return _BEFORE_OLDER, _AFTER_OLDER
+        return Place.BEFORE_OLDER, Place.AFTER_OLDER
     if target.endswith("-replaced"):
-        return ASIDE, ASIDE
-    return _BEFORE, _AFTER
+        return Place.ASIDE, Place.ASIDE
+    return Place.BEFORE, Place.AFTER

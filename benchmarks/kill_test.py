@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kill_places import ASIDE, PLACES, Aim, aim_
+from kill_places import PLACES, Aim, Place, aim_
 from left_behind import differences, last_taken, logged, rows
 
 STEPS, ROWS, GLOBAL_BATCH, CHECKPOINT_EVERY = 14, 20, 8, 3
@@ -101,7 +101,7 @@ def train(job: str, folder: Path, aim: Aim) -> None:
 
     def watch(module: Any, args: Any, given: Mapping[str, Any]) -> None:
         if not module.training:
-            aim.passes("in an evaluation")
+            aim.passes(Place.EVALUATION)
             return
         numbers = given["input_ids"][:, 0].tolist()
         os.write(taken, f"{len(logged(folder)) + 1} {json.dumps(numbers)}\n".encode())
@@ -237,7 +237,7 @@ class Server:
                 if place == ANY:
                     moment = self._random.uniform(0, seconds)
                 else:
-                    if place == ASIDE and not _turn_a_byte_over(folder / "run" / "checkpoints"):
+                    if place == Place.ASIDE and not _turn_a_byte_over(folder / "run" / "checkpoints"):
                         continue
                     # A resumed run passes fewer.
                     number = self._random.randint(1, max(1, passed[place] // 2))

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+# What the second process meets, or in saving the first, and the folder of the run; one after another in the same processes, since
+# loading the libraries takes longest.
+RUNS = (
+    ("nothing", "undisturbed"),
+    ("stop", "stopped"),
+    ("nothing", "stopped"),
+    ("forward", "forward"),
+    ("update", "update"),
+    ("save", "save"),
+)
+# Before what a run says on stderr.
+NEXT = "\0"
 
 
-def launch(what: str, folder: Path) -> list[dict[str, Any]]:
-    """Run ``child`` below in two processes; what each of them found out."""
+def launch(folder: Path) -> list[list[dict[str, Any]]]:
+    """Run ``child`` below in two processes; what each of them found out, by run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -25,119 +39,165 @@ def launch(what: str, folder: Path) -> list[dict[str, Any]]:
         "MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join(str(REPOSITORY / name) for name in (".", "tests", "tests/cpu")),
     }
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, what, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [child.communicate(timeout=120) for child in children]
+    with ExitStack() as leaving:
+        children = []
+        for rank in range(2):
+            child = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__, str(folder)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            children.append(leaving.enter_context(child))
+            # One that hangs does not outlive the test.
+            leaving.callback(child.kill)
+        said = [child.communicate(timeout=120) for child in children]
     for child, (_, errors) in zip(children, said, strict=True):
         assert child.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    by_process = [
+        [{**json.loads(line), "said": text} for line, text in zip(out.splitlines(), errors.split(NEXT)[1:], strict=True)]
+        for out, errors in said
+    ]
+    return [list(both) for both in zip(*by_process, strict=True)]
 
 
-def child(what: str, folder: Path) -> None:
+def child(what: str, folder: Path) -> dict[str, Any]:
     import signal
+    from unittest.mock import patch
 
     import torch
     from toys import CASES
 
     from memtrain import AdamW, Constant, Trainer, machine
+    from memtrain.checkpoint_writer import Writer
     from memtrain.models.objective import Objective
 
     rank, case = machine.processes().rank, CASES["gpt2_with_dropout"]
     rows = [case.row(number) for number in range(10)]
-    real, calls = Objective.loss, 0
-
-    def fails(call: int, rows: int) -> bool:
-        # Two forwards of the rehearsal and one of the evaluation before training come before those of steps.
-        return what == "forward" and rank == 1 and call == 5
+    failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    real_loss, real_step, real_save = Objective.loss, torch.optim.AdamW.step, Writer.save
+    forwards = updates = saves = 0
 
     def loss(self: Objective, model: Any, batch: Any) -> Any:
-        nonlocal calls
+        nonlocal forwards
         if not batch["input_ids"].is_meta:
-            calls += 1
-            if what == "stop" and rank == 1 and calls == 6:
+            forwards += 1
+            if what == "stop" and rank == 1 and forwards == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if fails(calls, len(batch["input_ids"])):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return real(self, model, batch)
-
-    Objective.loss = loss  # type: ignore[method-assign]
-    real_step, updates = torch.optim.AdamW.step, 0
+            # Two forwards of the rehearsal and one of the evaluation before training come before those of steps.
+            if what == "forward" and rank == 1 and forwards == 5:
+                raise failure
+        return real_loss(self, model, batch)
 
     def step(self: Any, *arguments: Any) -> Any:
         nonlocal updates
         if not self.param_groups[0]["params"][0].is_meta:
             updates += 1
             if what == "update" and rank == 1 and updates == 2 + 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise failure
         return real_step(self, *arguments)
 
-    torch.optim.AdamW.step = step  # type: ignore[method-assign]
-    run = Trainer(
-        model=case.build(),
-        data=rows,
-        eval_data=rows[:4],
-        budget="64MiB",
-        global_batch_size=4,
-        steps=5,
-        optimizer=AdamW(learning_rate=3e-3),
-        schedule=Constant(),
-        constraints={"micro_batch_size": 2},
-        run_dir=folder,
-        checkpoint_every=2,
-        progress=False,
-    )
-    code, result = 0, None
-    try:
-        result = run.train()
-    except SystemExit as stopped:
-        code = int(str(stopped.code))
+    def save(self: Writer, *arguments: Any) -> Any:
+        nonlocal saves
+        saves += 1
+        # The first process writes for both.
+        if what == "save" and saves == 1:
+            raise failure
+        return real_save(self, *arguments)
+
+    with (
+        patch.object(Objective, "loss", loss),
+        patch.object(torch.optim.AdamW, "step", step),
+        patch.object(Writer, "save", save),
+    ):
+        run = Trainer(
+            model=case.build(),
+            data=rows,
+            eval_data=rows[:4],
+            budget="64MiB",
+            global_batch_size=4,
+            steps=5,
+            optimizer=AdamW(learning_rate=3e-3),
+            schedule=Constant(),
+            constraints={"micro_batch_size": 2},
+            run_dir=folder,
+            checkpoint_every=2,
+            progress=False,
+        )
+        code, result = 0, None
+        try:
+            result = run.train()
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
     weights = torch.cat([weight.detach().flatten() for weight in run.model.parameters()])
-    found = {
+    return {
         "code": code,
         "losses": [] if result is None else [row["loss"] for row in result.metrics if "loss" in row],
-        "weights": weights.tolist(),
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "micro_batch_size": run.choice.plan.micro_batch_size,
+        "checkpoints": sorted(place.name for place in (folder / "checkpoints").iterdir()),
     }
-    print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    first, second = launch("nothing", tmp_path_factory.mktemp("undisturbed") / "run")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    return dict(zip(RUNS, launch(folder), strict=True))
+
+
+@pytest.fixture
+def undisturbed(found: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
+    first, second = found["nothing", "undisturbed"]
     assert first["weights"] == second["weights"]
-    return [first, second]
+    return first
 
 
 def test_a_signal_to_one_stops_both_after_the_same_step_and_they_go_on_bit_for_bit(
-    undisturbed: list[dict[str, Any]], tmp_path: Path
+    undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> None:
-    assert [found["code"] for found in launch("stop", tmp_path / "run")] == [143, 143]
-    assert max(place.name for place in (tmp_path / "run" / "checkpoints").iterdir()) == "step-000000003"
-    resumed = launch("nothing", tmp_path / "run")
-    assert [found["weights"] for found in resumed] == [found["weights"] for found in undisturbed]
-    assert resumed[0]["losses"] == undisturbed[0]["losses"]
+    stopped = found["stop", "stopped"]
+    assert [one["code"] for one in stopped] == [143, 143]
+    assert stopped[0]["checkpoints"][-1] == "step-000000003"
+    resumed = found["nothing", "stopped"]
+    assert [one["weights"] for one in resumed] == [undisturbed["weights"]] * 2
+    assert resumed[0]["losses"] == undisturbed["losses"]
 
 
 @pytest.mark.parametrize(("where", "told"), [("forward", "forward and backward of step 2"), ("update", "goes back to step 2")])
 def test_memory_that_runs_out_in_one_is_made_room_for_in_both(
-    where: str, told: str, undisturbed: list[dict[str, Any]], tmp_path: Path
+    where: str, told: str, undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]], folder: Path
 ) -> None:
-    first, second = launch(where, tmp_path / "run")
+    first, second = found[where, where]
     assert first["weights"] == second["weights"]
     assert first["micro_batch_size"] == second["micro_batch_size"] == 1
     assert len(first["losses"]) == 5
     # Dropout draws other numbers in halves of a micro-batch.
-    assert first["losses"] == pytest.approx(undisturbed[0]["losses"], rel=0.1)
-    assert told in (tmp_path / "run" / "events.jsonl").read_text()
+    assert first["losses"] == pytest.approx(undisturbed["losses"], rel=0.1)
+    assert told in (folder / where / "events.jsonl").read_text()
+
+
+def test_a_checkpoint_for_which_there_is_no_memory_is_left_out_and_both_go_on(
+    undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]]
+) -> None:
+    first, second = found["save", "save"]
+    assert [one["weights"] for one in (first, second)] == [undisturbed["weights"]] * 2
+    assert first["losses"] == undisturbed["losses"]
+    assert "Memory ran out in saving step 2 (CUDA out of memory." in first["said"]
+    # The first evaluation is before the first step, and so the last checkpoint is the best.
+    assert first["checkpoints"] == ["step-000000004", "step-000000005"]
+
+
+@pytest.mark.parametrize("where", ["forward", "update", "save"])
+def test_what_is_told_is_told_by_the_first_alone(where: str, found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    assert [one["said"].lower().count("ran out") for one in found[where, where]] == [1, 0]
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], Path(sys.argv[2]))
+    for what, name in RUNS:
+        print(NEXT, end="", file=sys.stderr)
+        print(json.dumps(child(what, Path(sys.argv[1]) / name)))

@@ -28,6 +28,8 @@ def handlers() -> Iterator[None]:
     """Whatever a test sets is gone after it, and signals do not end the tests."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, SIGUSR1)}
     signal.signal(signal.SIGTERM, ignore_it)
+    # What a script starts in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
