@@ -340,12 +340,20 @@ def main() -> None:
     started = time.perf_counter()
     with ThreadPoolExecutor(given.at_once) as pool:
         results = list(pool.map(injected, given.cases, [given.stride] * len(given.cases)))
-    wrong = [_print(name, result) for name, result in zip(given.cases, results, strict=True)]
-    print(f"{sum(wrong)} failures that were not survived, {time.perf_counter() - started:.0f} s")
-    sys.exit(1 if sum(wrong) else 0)
+    for name, result in zip(given.cases, results, strict=True):
+        _print(name, result)
+    found: list[Found] = [one for result in results for one in result["found"]]
+    wrong = sum(bool(one["wrong"]) for one in found)
+    ended = sum(one["ended"] and not one["wrong"] for one in found)
+    worst = max((one["worst"] for one in found), default=0.0)
+    print(
+        f"{len(found)} failures: {len(found) - ended - wrong} recovered with losses within {worst:.1e}, {ended} ended with the report, "
+        f"{wrong} were not survived; {time.perf_counter() - started:.0f} s"
+    )
+    sys.exit(1 if wrong else 0)
 
 
-def _print(name: str, result: Mapping[str, Any]) -> int:
+def _print(name: str, result: Mapping[str, Any]) -> None:
     print(f"{name:32}{'allocations':>12}{'failed':>8}{'recovered':>11}{'reported':>10}{'wrong':>7}{'worst loss':>12}")
     by_phase: dict[str, list[Found]] = {}
     for one in result["found"]:
@@ -361,7 +369,6 @@ def _print(name: str, result: Mapping[str, Any]) -> int:
         told = dict.fromkeys("; ".join(one["wrong"]) for one in found if one["wrong"])
         for text in list(told)[:3]:
             print(f"    {text[:1500]}")
-    return sum(bool(one["wrong"]) for one in result["found"])
 
 
 if __name__ == "__main__":
