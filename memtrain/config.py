@@ -6,6 +6,7 @@ refuse what a type cannot. Nothing here loads torch: a mistake is reported at on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -154,7 +155,7 @@ def settings(cfg: DictConfig) -> Settings:
         require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
     require(values["keep_checkpoints"] >= 1, "keep_checkpoints", values["keep_checkpoints"], "1 or more")
     stop_seconds = values["run"]["stop_seconds"]
-    require(stop_seconds is None or stop_seconds > 0, "run.stop_seconds", stop_seconds, "above 0, or null")
+    require(stop_seconds is None or 0 < stop_seconds < math.inf, "run.stop_seconds", stop_seconds, "above 0, or null")
     _not_both(values, "steps", "epochs")
     _not_neither(values, "steps", "epochs", "set one of them to say how long the run is")
     read = Settings(
@@ -175,7 +176,7 @@ def settings(cfg: DictConfig) -> Settings:
         device={key: value for key, value in values["device"].items() if value is not None},
         constraints=_constraints(values["plan"]),
         save_merged=values["run"]["save_merged"],
-        run_dir=Path(values["run"]["dir"] or default_run_dir(values["recipe"], datetime.now())),
+        run_dir=Path(values["run"]["dir"] or default_run_dir(values["recipe"], datetime.now())).expanduser(),
     )
     if read.epochs is not None and not names_text(read.data):
         raise ValueError(f"epochs is {read.epochs}, and without a text nothing says how many steps that is: set steps instead.")

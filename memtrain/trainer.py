@@ -7,6 +7,7 @@ learning rate from schedule.learning_rate.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Collection, Mapping
@@ -179,7 +180,7 @@ class Trainer:
         )
         require(type(workers) is int and workers >= 0, "workers", workers, "a whole number of 0 or more")
         require(keep_checkpoints >= 1, "keep_checkpoints", keep_checkpoints, "1 or more")
-        require(stop_seconds is None or stop_seconds > 0, "stop_seconds", stop_seconds, "above 0 seconds, or None")
+        require(stop_seconds is None or 0 < stop_seconds < math.inf, "stop_seconds", stop_seconds, "above 0 seconds, or None")
         self._evaluate_every = evaluate_every
         self._checkpoint_every, self._keep_checkpoints = checkpoint_every, keep_checkpoints
         self._stop_seconds = stop_seconds
@@ -189,9 +190,13 @@ class Trainer:
         distributed.check_same({"the job": self.job, "data": trained, "eval_data": evaluated})
         # The first process writes and prints.
         going_on = parse_resume(resume)
-        self.folder = None if run_dir is None or self.processes.rank else RunFolder(Path(run_dir), goes_on=going_on != "never")
+        self.folder = (
+            None
+            if run_dir is None or self.processes.rank
+            else RunFolder(Path(run_dir).expanduser(), goes_on=going_on != "never")
+        )
         # All processes agree on whether there are checkpoints.
-        self._checkpoints = None if run_dir is None else Path(run_dir) / CHECKPOINTS
+        self._checkpoints = None if run_dir is None else Path(run_dir).expanduser() / CHECKPOINTS
         self._identity = identity(self.job, self.source, trained, evaluated)
         self._start = distributed.from_first(lambda: find_start(going_on, self.folder, self._identity))
         self._progress = progress and not self.processes.rank

@@ -27,6 +27,8 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | os.PathLike[str])
     Of a model with adapters, these alone, for peft's ``PeftModel.from_pretrained(base, folder)``. Another nn.Module is written
     as ``model.safetensors``.
     """
+    # transformers says in a log, and no more, that a file stands in the folder's place.
+    Path(folder).mkdir(parents=True, exist_ok=True)
     if has_own_adapters(model):
         _save_adapters(model, Path(folder))
     elif hasattr(model, "save_pretrained"):
@@ -35,7 +37,6 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | os.PathLike[str])
     else:
         from safetensors.torch import save_model as save
 
-        Path(folder).mkdir(parents=True, exist_ok=True)
         save(model, str(Path(folder) / "model.safetensors"))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

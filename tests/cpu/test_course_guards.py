@@ -176,15 +176,22 @@ def test_a_run_that_is_terminated_as_it_saves_its_model_saves_it_and_ends_as_ter
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def test_a_model_that_cannot_be_written_is_told_and_the_same_call_saves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_the_way", ["a file", "a folder inside"])
+def test_a_model_that_cannot_be_written_is_told_and_the_same_call_saves_it(in_the_way: str, tmp_path: Path) -> None:
     place = tmp_path / "run" / "model"
     run = trainer(tmp_path / "run", steps=3)
     assert run.choice.plan.micro_batch_size == 4
-    (place / "model.safetensors").mkdir(parents=True)
+    if in_the_way == "a file":
+        place.touch()
+    else:
+        (place / "model.safetensors").mkdir(parents=True)
     told = re.escape(f"the trained model cannot be written to {place} (")
     with pytest.raises(ValueError, match=f"^{told}.*: free space there, and make the same call again, which saves it from the"):
         run.train()
-    (place / "model.safetensors").rmdir()
+    if in_the_way == "a file":
+        place.unlink()
+    else:
+        (place / "model.safetensors").rmdir()
     assert [step for step, _ in losses(trainer(tmp_path / "run", steps=3).train())] == [1, 2, 3]
     assert (place / "model.safetensors").is_file()
 
