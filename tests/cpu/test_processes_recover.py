@@ -140,25 +140,26 @@ def child(what: str, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+Found = dict[tuple[str, str], list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    return dict(zip(RUNS, launch(folder), strict=True))
+def test_two_processes_stop_resume_and_recover_together(tmp_path: Path) -> None:
+    # One test, since starting two processes takes longer than all that they do.
+    found = dict(zip(RUNS, launch(tmp_path), strict=True))
+    undisturbed, second = found["nothing", "undisturbed"]
+    assert undisturbed["weights"] == second["weights"]
+    a_signal_to_one_stops_both_after_the_same_step_and_they_go_on_bit_for_bit(undisturbed, found)
+    for where, told in (("forward", "forward and backward of step 2"), ("update", "goes back to step 2")):
+        memory_that_runs_out_in_one_is_made_room_for_in_both(undisturbed, found[where, where])
+        assert told in (tmp_path / where / "events.jsonl").read_text()
+    a_checkpoint_for_which_there_is_no_memory_is_left_out_and_both_go_on(undisturbed, found["save", "save"])
+    for where in ("forward", "update", "save"):
+        # By the first process alone.
+        assert [one["said"].lower().count("ran out") for one in found[where, where]] == [1, 0]
 
 
-@pytest.fixture
-def undisturbed(found: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
-    first, second = found["nothing", "undisturbed"]
-    assert first["weights"] == second["weights"]
-    return first
-
-
-def test_a_signal_to_one_stops_both_after_the_same_step_and_they_go_on_bit_for_bit(
-    undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]]
+def a_signal_to_one_stops_both_after_the_same_step_and_they_go_on_bit_for_bit(
+    undisturbed: dict[str, Any], found: Found
 ) -> None:
     stopped = found["stop", "stopped"]
     assert [one["code"] for one in stopped] == [143, 143]
@@ -168,33 +169,23 @@ def test_a_signal_to_one_stops_both_after_the_same_step_and_they_go_on_bit_for_b
     assert resumed[0]["losses"] == undisturbed["losses"]
 
 
-@pytest.mark.parametrize(("where", "told"), [("forward", "forward and backward of step 2"), ("update", "goes back to step 2")])
-def test_memory_that_runs_out_in_one_is_made_room_for_in_both(
-    where: str, told: str, undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]], folder: Path
-) -> None:
-    first, second = found[where, where]
+def memory_that_runs_out_in_one_is_made_room_for_in_both(undisturbed: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    first, second = found
     assert first["weights"] == second["weights"]
     assert first["micro_batch_size"] == second["micro_batch_size"] == 1
     assert len(first["losses"]) == 5
     # Dropout draws other numbers in halves of a micro-batch.
     assert first["losses"] == pytest.approx(undisturbed["losses"], rel=0.1)
-    assert told in (folder / where / "events.jsonl").read_text()
 
 
-def test_a_checkpoint_for_which_there_is_no_memory_is_left_out_and_both_go_on(
-    undisturbed: dict[str, Any], found: dict[tuple[str, str], list[dict[str, Any]]]
+def a_checkpoint_for_which_there_is_no_memory_is_left_out_and_both_go_on(
+    undisturbed: dict[str, Any], found: list[dict[str, Any]]
 ) -> None:
-    first, second = found["save", "save"]
-    assert [one["weights"] for one in (first, second)] == [undisturbed["weights"]] * 2
-    assert first["losses"] == undisturbed["losses"]
-    assert "Memory ran out in saving step 2 (CUDA out of memory." in first["said"]
+    assert [one["weights"] for one in found] == [undisturbed["weights"]] * 2
+    assert found[0]["losses"] == undisturbed["losses"]
+    assert "Memory ran out in saving step 2 (CUDA out of memory." in found[0]["said"]
     # The first evaluation is before the first step, and so the last checkpoint is the best.
-    assert first["checkpoints"] == ["step-000000004", "step-000000005"]
-
-
-@pytest.mark.parametrize("where", ["forward", "update", "save"])
-def test_what_is_told_is_told_by_the_first_alone(where: str, found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    assert [one["said"].lower().count("ran out") for one in found[where, where]] == [1, 0]
+    assert found[0]["checkpoints"] == ["step-000000004", "step-000000005"]
 
 
 if __name__ == "__main__":
