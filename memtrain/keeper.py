@@ -106,7 +106,10 @@ class Keeper:
     def last(self) -> Checkpoint | None:
         """The checkpoint to go back to: the latest of this run, or what it went on from; the same in all processes."""
         self.wait()
-        return distributed.from_first(self._last)
+        found = distributed.from_first(self._last)
+        # One that was passed over because it is damaged is written again.
+        self._saved = min(self._saved, -1 if found is None else found.step)
+        return found
 
     def _last(self) -> Checkpoint | None:
         own = None if self._folder is None else latest(self._folder)[0]
