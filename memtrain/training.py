@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -152,8 +152,11 @@ class Training:
             # Of several processes one alone may have met it, and the others would not come.
             met_by_all = isinstance(ends, Stopped | NotFiniteStep) or self._session.given.processes.ranks == 1
             if self._is_whole and met_by_all:
-                with suppress(Exception):
+                try:
                     self._save()
+                except Exception as failure:
+                    # What ends the run is raised all the same.
+                    self._around.tell(f"The run could not be saved at its end ({failure}).")
             raise
 
     # ------------------------------------------------------------------ beginning
@@ -336,6 +339,7 @@ class Training:
     def _write(self) -> None:
         loop, around = self.loop, self._around
         if path := weight_not_finite(loop.run.model):
+            self._is_whole = False
             raise ValueError(
                 f"{path} is not finite after step {self._done}, which is not saved: lower the learning rate, or set max_grad_norm, "
                 f"with which a gradient that is not finite changes no weight."
