@@ -108,8 +108,9 @@ def _rows(task: Task) -> list[dict[str, Any]]:
 def _ordered(task: Task, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows in the order in which memtrain trains on them."""
     from memtrain.data.batches import StepBatches
+    from memtrain.data.rowset import alike
 
-    batches = StepBatches(rows, global_batch_size=task.batch, seed=0)
+    batches = StepBatches(alike(rows), global_batch_size=task.batch, seed=0)
     return [rows[index] for step in range(task.steps) for index in batches.indices(step)]
 
 

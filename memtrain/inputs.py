@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrain.data.rows import Row, Rows, TokenRows, check_rows
+from memtrain.data.rowset import RowSet, alike
 from memtrain.data.text import read_documents
 from memtrain.device import Device
 from memtrain.models import gguf
@@ -18,7 +19,7 @@ from memtrain.precision import Precision
 _DEFAULT_SEQUENCE_LENGTH = 1024
 
 
-def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_length: int | None) -> Rows:
+def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_length: int | None) -> RowSet:
     """Rows as given, or cut from the text file or folder that ``data`` names.
 
     Args:
@@ -38,7 +39,7 @@ def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_l
     check_rows(data, what=what)
     rows: Rows = data
     _check_tokens(rows[0], model, tokenizer)
-    return rows
+    return alike(rows, what)
 
 
 def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from torch import Tensor
 
 from memtrain.data.batches import Batches, evaluation_batches
-from memtrain.data.rows import Batch, Rows
+from memtrain.data.rows import Batch
+from memtrain.data.rowset import RowSet
 from memtrain.job import Job, NotFinite
 from memtrain.measure import Meter
 from memtrain.not_finite import Health, NotFiniteStep, what_happened, why_not_finite
@@ -45,12 +47,12 @@ class Loop:
         run: the prepared run.
         batches: the rows of each step.
         eval_rows: what is evaluated on, None for nothing.
-        row_tokens: tokens of a row, None where rows are no text.
         plan: what the run was made by; its micro-batches are the rows of one forward and backward.
         evaluation_batch_size: rows in one forward of an evaluation.
         buffers: what a forward may change of the model.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
+        uneven: whether some steps are larger than others.
         first: the step (from 0) that this run begins with.
         tell: called with a sentence about a step that was left out.
         health: what is remembered of the last steps.
@@ -60,13 +62,13 @@ class Loop:
     job: Job
     run: Run
     batches: Batches
-    eval_rows: Rows | None
-    row_tokens: int | None
+    eval_rows: RowSet | None
     plan: Plan
     evaluation_batch_size: int
     buffers: Sequence[Tensor]
     meter: Meter
     device: str
+    uneven: bool = False
     first: int = 0
     tell: Callable[[str], object] = lambda _: None
     health: Health = field(default_factory=Health)
@@ -75,7 +77,7 @@ class Loop:
     @property
     def counts(self) -> str:
         """What the speed of a step is given in."""
-        return "rows" if self.row_tokens is None else "tokens"
+        return "rows" if self.batches.tokens(self.first) is None else "tokens"
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step, from 0, and what is logged about it.
@@ -94,7 +96,8 @@ class Loop:
             result, overflows = self._taken(run, step)
         loss = result.loss.item()
         seconds = time.perf_counter() - started
-        counted = self.job.global_batch_size * (self.row_tokens or 1)
+        tokens = self.batches.tokens(step)
+        counted = len(self.batches.indices(step)) if tokens is None else tokens
         finite = result.updated and math.isfinite(loss)
         if not finite:
             self._not_finite(step, loss, result, overflows)
@@ -138,14 +141,17 @@ class Loop:
         return remember(self.run, self.buffers)
 
     def rehearse(self) -> None:
-        """Two first steps at a learning rate of 0, which change no weight: what a step and the state beside it take (rule 7).
+        """Two steps of the largest batches at a learning rate of 0, which change no weight (rule 7).
 
-        The caller puts back what else they change.
+        They show what a step takes, and what one takes beside the optimizer's state. They are measured where no later step need
+        be as large. The caller puts back what else they change.
         """
         self._set_rate(0.0)
-        for _ in range(2):
-            # In fp16 an update is rehearsed at the scale at which there is one.
-            self._taken(self.run, self.first)
+        for number in (1, 2):
+            with self.meter.window(f"rehearsal {number}", Phase.FORWARD) if self.uneven else nullcontext():
+                run = replace(self.run, update=self.meter.in_update(self.run.update)) if self.uneven else self.run
+                # In fp16 an update is rehearsed at the scale at which there is one.
+                step_until_finite(run, self._largest)
 
     def watches(self, step: int) -> bool:
         """Whether a step (from 0) is measured: the first two stand for all, the last shows that they did."""
@@ -166,6 +172,9 @@ class Loop:
 
     def _taken(self, run: Run, step: int) -> tuple[StepResult, int]:
         return step_until_finite(run, lambda: self._micro_batches(step))
+
+    def _largest(self) -> list[Batch]:
+        return _Asking(self._on_device(self.batches.largest(self.plan.micro_batch_size, **self._share())), self.ask)
 
     def _micro_batches(self, step: int) -> list[Batch]:
         return _Asking(self._on_device(self.batches.micro_batches(step, self.plan.micro_batch_size, **self._share())), self.ask)

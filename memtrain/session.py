@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memtrain import distributed, machine
 from memtrain.data.batches import Batches
-from memtrain.data.rows import Rows, check_row
+from memtrain.data.rowset import RowSet, check_alike
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Budget, Job
 from memtrain.loop import Loop
@@ -50,8 +50,8 @@ class Given:
     source: ModelSource
     device: Device
     budget: Budget
-    rows: Rows
-    eval_rows: Rows | None
+    rows: RowSet
+    eval_rows: RowSet | None
     constraints: Mapping[str, Any]
     processes: Processes
 
@@ -72,7 +72,6 @@ class Session:
     def _predictor(self) -> Predictor:
         """Of the first process, which plans for all."""
         given = self.given
-        first = given.rows[0]
         ranks = ranks_of(given.constraints)
         if given.eval_rows is not None and len(given.eval_rows) < ranks:
             raise ValueError(
@@ -82,15 +81,16 @@ class Session:
         predictor = Predictor(
             given.job,
             given.source,
-            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()},
+            given.rows.shapes,
             given.device,
             evaluation_rows=0 if given.eval_rows is None else len(given.eval_rows),
+            evaluation_shapes=None if given.eval_rows is None else given.eval_rows.shapes,
             allocator=machine.allocator_settings(),
         )
-        check_suits(predictor.model, given.rows, "data")
+        check_suits(predictor.model, given.rows.rows, given.rows.what)
         if given.eval_rows is not None:
-            check_row(given.eval_rows[0], first, index=0, what="eval_data, compared with data,")
-            check_suits(predictor.model, given.eval_rows, "eval_data")
+            check_alike(given.eval_rows, given.rows)
+            check_suits(predictor.model, given.eval_rows.rows, given.eval_rows.what)
         return predictor
 
     def plan(self, constraints: Mapping[str, Any], resumed_step: int | None = None) -> Choice:
@@ -207,14 +207,13 @@ class Session:
 
     def _loop(self, run: Run, batches: Batches, first: int, ask: Callable[[], None], tell: Callable[[str], object]) -> Loop:
         given, plan = self.given, self.plan_in_force
-        ids = given.rows[0].get("input_ids")
         return Loop(
             job=given.job,
             run=run,
             plan=plan,
             batches=batches,
             eval_rows=given.eval_rows,
-            row_tokens=None if ids is None else len(ids),
+            uneven=bool(given.rows.longest),
             evaluation_batch_size=plan.micro_batch_size,
             buffers=persistent_buffers(run.model),
             meter=self.meter,

@@ -22,7 +22,6 @@ from torch import nn
 from memtrain import distributed, machine
 from memtrain.data.batches import Batches, StepBatches, steps_for
 from memtrain.data.loading import step_batches
-from memtrain.data.rows import fingerprint
 from memtrain.device import Cuda, Device
 from memtrain.ending import ending, saving, write_comparison
 from memtrain.inputs import check_module, load_tokenizer, rows_of
@@ -185,8 +184,8 @@ class Trainer:
         self._checkpoint_every, self._keep_checkpoints = checkpoint_every, keep_checkpoints
         self._stop_seconds = stop_seconds
         self._workers = workers
-        trained = fingerprint(self.rows)
-        evaluated = "nothing" if self.eval_rows is None else fingerprint(self.eval_rows)
+        trained = self.rows.fingerprint
+        evaluated = "nothing" if self.eval_rows is None else self.eval_rows.fingerprint
         distributed.check_same({"the job": self.job, "data": trained, "eval_data": evaluated})
         # The first process writes and prints.
         going_on = parse_resume(resume)
@@ -273,9 +272,7 @@ class Trainer:
         if checkpoint is not None and checkpoint.step == self.job.steps and self._checkpoints is None:
             raise ValueError(f"the checkpoint {checkpoint.path} is of the last step: nothing is left to train; give run_dir.")
         console = Console(quiet=not self._progress)
-        bar = TrainingProgress(
-            self.job.steps, self.budget.device_bytes, console, "tok" if "input_ids" in self.rows[0] else "row"
-        )
+        bar = TrainingProgress(self.job.steps, self.budget.device_bytes, console, "row" if self.rows.lengths is None else "tok")
         tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
         log = RunLog(self.folder, tell)
         loop = self._trained(log, bar, tell)
@@ -351,9 +348,8 @@ class Trainer:
             raise ValueError("there is nothing to evaluate on: give eval_data to the Trainer.")
         if self._session.choice is None:
             self._plan()
-        batches = StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
         try:
-            loop, checkpoint = self._session.begin(batches), self._start.checkpoint
+            loop, checkpoint = self._session.begin(self._order()), self._start.checkpoint
             if checkpoint is not None and not self._has_trained:
                 self._keeper(lambda _: None).restore(checkpoint, loop.run, loop.plan)
             return loop.evaluate()
@@ -386,10 +382,10 @@ class Trainer:
 
     def _batches(self) -> Batches:
         """The rows of each step; workers are forked here, before there are weights that they would hold as well."""
-        job = self.job
-        return step_batches(
-            self.rows, global_batch_size=job.global_batch_size, seed=job.seed, steps=job.steps, workers=self._workers
-        )
+        return step_batches(self._order(), seed=self.job.seed, steps=self.job.steps, workers=self._workers)
+
+    def _order(self) -> StepBatches:
+        return StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
 
 
 def _bytes(name: str, text: str | None) -> int | None:

@@ -344,7 +344,7 @@ class Training:
                 f"{path} is not finite after step {self._done}, which is not saved: lower the learning rate, or set max_grad_norm, "
                 f"with which a gradient that is not finite changes no weight."
             )
-        tokens = self._done * loop.job.global_batch_size * (loop.row_tokens or 1)
+        _, tokens = loop.batches.seen(self._done)
         around.keeper.save(self._done, loop.run, loop.plan, around.log.evaluations, tokens)
 
     def _ask(self) -> None:

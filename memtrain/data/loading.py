@@ -27,8 +27,9 @@ from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from memtrain import generators
-from memtrain.data.batches import TRAINING_ROWS, Batches, StepBatches, stacked
-from memtrain.data.rows import Batch, Row, Rows
+from memtrain.data.batches import Batches, StepBatches
+from memtrain.data.rows import Batch, Row
+from memtrain.data.rowset import TRAINING_ROWS, RowSet
 from memtrain.require import require
 
 _PREFETCHED: Final = 2
@@ -41,16 +42,15 @@ _NO_ROW: Final = -1
 _Key = tuple[int, int, list[int]]
 
 
-def step_batches(rows: Rows, *, global_batch_size: int, seed: int, steps: int, workers: int = 0) -> Batches:
+def step_batches(order: StepBatches, *, seed: int, steps: int, workers: int = 0) -> Batches:
     """The rows of each step of a run, made by so many worker processes, or in this process with 0.
 
     Workers are started here. Call it before weights are loaded: where processes are forked, memory that this one writes to
     afterwards is copied, so weights that were there before would be there twice. Call ``close()`` at the end.
 
     Args:
-        rows: the training rows, which :func:`memtrain.data.rows.check_rows` has passed.
-        global_batch_size: rows per step.
-        seed: of the order, and of the random numbers that rows draw in workers.
+        order: the rows of each step.
+        seed: of the random numbers that rows draw in workers.
         steps: of the run; nothing is made beyond them.
         workers: processes.
 
@@ -60,8 +60,8 @@ def step_batches(rows: Rows, *, global_batch_size: int, seed: int, steps: int, w
     whole = isinstance(workers, int) and not isinstance(workers, bool)
     require(whole and workers >= 0, "workers", workers, "a whole number of 0 or more: 0 makes rows in the training process")
     if workers == 0:
-        return StepBatches(rows, global_batch_size=global_batch_size, seed=seed)
-    return WorkerBatches(rows, global_batch_size=global_batch_size, seed=seed, steps=steps, workers=workers)
+        return order
+    return WorkerBatches(order, seed=seed, steps=steps, workers=workers)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,8 @@ class WorkerTraceback(Exception):
 class _MicroBatches(Dataset[Batch | _Refused]):
     """Makes micro-batches in a worker, and notes in ``making``, which is shared, the row that each worker makes."""
 
-    def __init__(self, rows: Rows, first: Row, seed: int, making: MutableSequence[int]) -> None:
+    def __init__(self, rows: RowSet, seed: int, making: MutableSequence[int]) -> None:
         self._rows = rows
-        self._first = first
         self._seed = seed
         self._making = making
 
@@ -117,7 +116,7 @@ class _MicroBatches(Dataset[Batch | _Refused]):
         worker = get_worker_info()
         assert worker is not None
         try:
-            batch = stacked(self._made(key, worker.id), self._first, TRAINING_ROWS)
+            batch = self._rows.batch(self._made(key, worker.id))
             return _shared(batch, key)
         except ValueError as error:
             cause = error.__cause__
@@ -131,7 +130,7 @@ class _MicroBatches(Dataset[Batch | _Refused]):
             self._making[worker] = number
             _seed_generators(self._seed, step, position + offset)
             try:
-                row = self._rows[number]
+                row = self._rows.row(number, step)
             except Exception as error:
                 raise ValueError(
                     f"row {number} of {TRAINING_ROWS} cannot be made ({_first_line(error)}): mend the row, or leave it out."
@@ -198,13 +197,12 @@ class WorkerBatches:
     anew there, after what they have in hand.
     """
 
-    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, steps: int, workers: int) -> None:
+    def __init__(self, order: StepBatches, *, seed: int, steps: int, workers: int) -> None:
         """Start the workers. The arguments are those of :func:`step_batches`, with one worker or more."""
         assert workers >= 1
-        self._rows = rows
         self._seed = seed
         self._workers = workers
-        self._order = StepBatches(rows, global_batch_size=global_batch_size, seed=seed)
+        self._order = order
         # Of its own, since an order keeps the permutation of one epoch, and the workers may be an epoch ahead.
         self._ahead = _Ahead(copy.copy(self._order), steps)
         self._next: _Place | None = None
@@ -213,6 +211,18 @@ class WorkerBatches:
     def indices(self, step: int) -> list[int]:
         """The numbers of the rows of ``step`` (counted from 0), in order."""
         return self._order.indices(step)
+
+    def largest(self, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[Batch]:
+        """The micro-batches of one process in the largest step that there can be, made in this process."""
+        return self._order.largest(micro_batch_size, rank=rank, ranks=ranks)
+
+    def tokens(self, step: int) -> int | None:
+        """The tokens of the rows of ``step``, padding not counted; None where rows are no text."""
+        return self._order.tokens(step)
+
+    def seen(self, steps: int) -> tuple[float, int]:
+        """After so many steps: the epochs, and the tokens; rows where they are no text."""
+        return self._order.seen(steps)
 
     def micro_batches(self, step: int, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[Batch]:
         """The rows of ``step`` in micro-batches, as :meth:`memtrain.data.batches.StepBatches.micro_batches` gives them.
@@ -263,7 +273,7 @@ class WorkerBatches:
         making = multiprocessing.get_context().RawArray("q", [_NO_ROW] * self._workers)
         self._ahead.place = None
         loader: DataLoader[Batch | _Refused] = DataLoader(
-            _MicroBatches(self._rows, self._order.first, self._seed, making),
+            _MicroBatches(self._order.rows, self._seed, making),
             batch_size=None,
             sampler=self._ahead,
             num_workers=self._workers,
@@ -283,7 +293,7 @@ class WorkerBatches:
                 iterator: Any = iter(loader)
             except (TypeError, AttributeError, PicklingError) as error:
                 raise ValueError(
-                    f"{TRAINING_ROWS} are a {type(self._rows).__name__} that cannot be sent to worker processes started by "
+                    f"{TRAINING_ROWS} are a {type(self._order.rows.rows).__name__} that cannot be sent to worker processes started by "
                     f"{multiprocessing.get_start_method()} ({_first_line(error)}): make it of classes and functions that stand at "
                     "the top of a module, or set workers to 0."
                 ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol, Self, runtime_checkable
 
@@ -133,7 +133,7 @@ def checked(count: int) -> Iterable[int]:
     return chain(range(min(count, _CHECKED_AT_EACH_END)), range(middle, count))
 
 
-def check_row(row: object, first: Row, *, index: int, what: str) -> None:
+def check_row(row: object, first: Row, *, index: int, what: str, ragged: Collection[str] = ()) -> None:
     """Refuse a row that is no mapping of tensors, does not stack with ``first``, or has no label that counts.
 
     Args:
@@ -141,6 +141,7 @@ def check_row(row: object, first: Row, *, index: int, what: str) -> None:
         first: row 0, which all rows must be like; for row 0 the row itself.
         index: the row's number in messages.
         what: the name of the rows in messages.
+        ragged: the names of tensors whose length may differ.
 
     Raises:
         ValueError: with the number, what differs and the remedy.
@@ -158,7 +159,8 @@ def check_row(row: object, first: Row, *, index: int, what: str) -> None:
             "give every row the same keys."
         )
     for name, tensor in row.items():
-        if (tensor.shape, tensor.dtype) != (first[name].shape, first[name].dtype):
+        like = tensor.dim() == first[name].dim() == 1 if name in ragged else tensor.shape == first[name].shape
+        if not like or tensor.dtype != first[name].dtype:
             raise ValueError(
                 f"row {index} of {what} has {name!r} as {_described(tensor)} where row 0 has {_described(first[name])}, and "
                 "rows must be alike: cut or pad all rows to one shape and convert them to one dtype."

@@ -70,6 +70,7 @@ class Predictor:
         source: the model.
         rows: shape and type of each tensor of one row.
         evaluation_rows: number of rows that the run evaluates on.
+        evaluation_shapes: of each tensor of one of these, where they are others than ``rows``.
         allocator: how a card's allocator is set, in the words of PYTORCH_ALLOC_CONF; empty for the defaults of this torch.
 
     Raises:
@@ -84,10 +85,11 @@ class Predictor:
         device: Device,
         *,
         evaluation_rows: int = 0,
+        evaluation_shapes: RowShapes | None = None,
         allocator: str = "",
     ) -> None:
         self.job, self.device, self.source, self.rows = job, device, source, rows
-        self._evaluation_rows = evaluation_rows
+        self._evaluation_rows, self._evaluation_shapes = evaluation_rows, evaluation_shapes
         # A processor has no such allocator, so a setting for it says nothing.
         self.allocator = allocator if isinstance(device, Cuda) else ""
         try:
@@ -113,7 +115,16 @@ class Predictor:
     def cheaper_jobs(self, plan: Plan) -> Iterator[tuple[str, Predictor, Plan]]:
         """Changes of the job that people make when nothing fits: what each is called, its predictor and its plan."""
         for change, job, source, rows, changed in cheaper(self.job, self.source, self.rows, plan, self.device):
-            other = Predictor(job, source, rows, self.device, evaluation_rows=self._evaluation_rows, allocator=self.allocator)
+            other = Predictor(
+                job,
+                source,
+                rows,
+                self.device,
+                evaluation_rows=self._evaluation_rows,
+                # Shorter rows are meant for both.
+                evaluation_shapes=self._evaluation_shapes if rows is self.rows else None,
+                allocator=self.allocator,
+            )
             yield change, other, changed
 
     def footprint(self, trace: Trace) -> Footprint:
@@ -266,6 +277,7 @@ class Predictor:
                     self.rows,
                     self.device,
                     evaluation_rows=self._evaluation_rows,
+                    evaluation_shapes=self._evaluation_shapes,
                 )
             except WritesInPlace as refusal:
                 self._refused[plan.activations] = str(refusal)

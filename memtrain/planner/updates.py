@@ -24,7 +24,8 @@ from memtrain.precision import Precision
 from memtrain.run import prepare
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.kernels import kernels_of
-from memtrain.trace.simulate import DatalessRecorder, as_if_supported, dataless_model, track_state
+from memtrain.trace.simulate import DatalessRecorder, dataless_model, track_state
+from memtrain.trace.supported import as_if_supported
 
 # Kernels and states that are shown: those beside the weights. Of state elsewhere the device holds nothing.
 _KERNELS: tuple[OptimizerKernel, ...] = (Fused(), Foreach())

@@ -1,8 +1,8 @@
 """The data-less run: the real ``Run.step`` on tensors without data, recorded.
 
 Every tensor lives on torch's ``meta`` device: it has a shape, strides and a storage that can be watched, and no data. What
-is substituted is in this file and in two beside it, completely: the kernel table (kernels.py), the values of small known
-tensors (values.py), and ``as_if_supported`` below for torch functions that ask for a device by name. Features, prepare
+is substituted is in this file and in those beside it, completely: the kernel table (kernels.py), the values of small known
+tensors (values.py), and the support lists (supported.py) of torch functions that ask for a device by name. Features, prepare
 and the step do not know that they are simulated.
 """
 
@@ -13,6 +13,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from memtrain.trace.managed import paged_state
 from memtrain.trace.processes import processes_of
 from memtrain.trace.record import Recorder
 from memtrain.trace.routing import Routing, larger
+from memtrain.trace.supported import as_if_supported
 from memtrain.trace.values import Values, lift
 
 # By identity, since an operator's hash is computed in Python.
@@ -182,6 +184,7 @@ def simulate(
     device: Device,
     *,
     evaluation_rows: int = 0,
+    evaluation_shapes: RowShapes | None = None,
     routing: Routing | None = None,
 ) -> Trace:
     """Load, train two steps, evaluate and save, all without data; returns what that does to memory.
@@ -193,6 +196,7 @@ def simulate(
         source: the model; a module of the user's is copied.
         rows: shape and type of each tensor of one row.
         evaluation_rows: number of rows that the run evaluates on.
+        evaluation_shapes: of these rows, where they are others than ``rows``.
         routing: how the choices of a router fall; by default, where they matter, the assumption that takes more.
 
     Raises:
@@ -200,13 +204,20 @@ def simulate(
     """
 
     def simulated(assumed: Routing) -> tuple[Trace, bool]:
-        return _simulated(job, plan, source, rows, device, evaluation_rows, assumed)
+        return _simulated(job, plan, source, rows, device, evaluation_rows, evaluation_shapes or rows, assumed)
 
     return larger(simulated, device) if routing is None else simulated(routing)[0]
 
 
 def _simulated(
-    job: Job, plan: Plan, source: ModelSource, rows: RowShapes, device: Device, evaluation_rows: int, routing: Routing
+    job: Job,
+    plan: Plan,
+    source: ModelSource,
+    rows: RowShapes,
+    device: Device,
+    evaluation_rows: int,
+    evaluation_shapes: RowShapes,
+    routing: Routing,
 ) -> tuple[Trace, bool]:
     """The trace under one assumption, and whether anything depended on it."""
     recorder = DatalessRecorder(device, routing=routing)
@@ -227,7 +238,8 @@ def _simulated(
         ):
             # What it sets of the process, such as TF32, is given back; what it frees is no part of the trace.
             released.callback(run.release)
-            record(run, recorder, lambda count: dataless_batch(rows, count), job, plan, evaluation_rows)
+            evaluated = partial(dataless_batch, evaluation_shapes)
+            record(run, recorder, partial(dataless_batch, rows), job, plan, evaluation_rows, evaluated)
             if isinstance(device, Cuda):
                 # What is written to a file is on the host first.
                 with recorder.phase(Phase.SAVE), recorder.held(largest_shard(model), "save", HOST):
@@ -248,21 +260,30 @@ def _loaded(source: ModelSource, job: Job, device: Device) -> nn.Module:
     return move_unpacked_(model, "meta")
 
 
-def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job: Job, plan: Plan, evaluation_rows: int) -> None:
+def record(
+    run: Run,
+    recorder: Recorder,
+    new_batch: Callable[[int], Batch],
+    job: Job,
+    plan: Plan,
+    evaluation_rows: int,
+    evaluation_batch: Callable[[int], Batch] | None = None,
+) -> None:
     """The run that stands for all: the same calls for data-less and for real tensors.
 
     Args:
         run: the prepared run.
         recorder: active, on the run's model.
         new_batch: makes a batch of so many rows.
+        evaluation_batch: the same of rows to evaluate on, where they are others.
     """
     run.update = recorder.inside(Phase.UPDATE, run.update)
     micro_batches = plan.accumulation(job.global_batch_size)
     # Of several processes the first has the most rows to evaluate on.
     rows_here = -(-evaluation_rows // plan.ranks)
 
-    def batch_of(count: int) -> Batch:
-        batch = new_batch(count)
+    def batch_of(count: int, make: Callable[[int], Batch] = new_batch) -> Batch:
+        batch = make(count)
         for tensor in batch.values():
             recorder.tag(tensor, Kind.INPUT)
         return batch
@@ -272,7 +293,8 @@ def record(run: Run, recorder: Recorder, new_batch: Callable[[int], Batch], job:
         if starts:
             recorder.mark("evaluate")
             with recorder.phase(Phase.EVALUATE):
-                run.evaluate(batch_of(min(plan.micro_batch_size, rows_here - start)) for start in starts)
+                make = evaluation_batch or new_batch
+                run.evaluate(batch_of(min(plan.micro_batch_size, rows_here - start), make) for start in starts)
 
     with recorder.phase(Phase.LOAD):
         recorder.track_weights()
@@ -351,33 +373,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def as_if_supported() -> Iterator[None]:
-    """Let torch's foreach and fused functions take data-less tensors for those of a device that has such kernels.
-
-    They look a device up in lists of names, which do not hold ``meta``: without this, clipping refuses ``foreach`` and
-    AdamW refuses ``fused``.
-    """
-    from torch.nn.utils import clip_grad
-    from torch.optim import adam, adamw, optimizer
-    from torch.utils import _foreach_utils as lists
-
-    fused = lists._get_fused_kernels_supported_devices
-    has_foreach = lists._device_has_foreach_support
-    substitutes: dict[Any, Any] = {
-        fused: lambda: [*fused(), "meta"],
-        has_foreach: lambda device: device.type == "meta" or has_foreach(device),
-    }
-    replaced: list[tuple[Any, str, Any]] = []
-    for module in (clip_grad, adam, adamw, optimizer, lists):
-        for name, value in vars(module).copy().items():
-            if callable(value) and value in substitutes:
-                setattr(module, name, substitutes[value])
-                replaced.append((module, name, value))
-    try:
-        yield
-    finally:
-        for module, name, value in replaced:
-            setattr(module, name, value)

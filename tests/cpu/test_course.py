@@ -18,6 +18,7 @@ from torch import Tensor
 from memtrain import keeper, machine, not_finite, session
 from memtrain.checkpoint import latest
 from memtrain.data.batches import StepBatches
+from memtrain.data.rowset import alike
 from memtrain.keeper import Keeper
 from memtrain.loop import Loop
 from memtrain.metrics import RunFolder
@@ -156,7 +157,7 @@ def test_a_row_that_cannot_be_read_lets_the_run_save_first_and_go_on_bit_for_bit
             return super().__getitem__(index)
 
     rows = Faulty(ROWS)
-    order = StepBatches(ROWS, global_batch_size=4, seed=0)
+    order = StepBatches(alike(ROWS), global_batch_size=4, seed=0)
     run = trainer(tmp_path / "run", data=rows, checkpoint_every=None)
     assert run.choice.plan.micro_batch_size == 4
     rows.fault = next(row for row in order.indices(1) if row not in order.indices(0))

@@ -25,6 +25,7 @@ from toys import CASES, Case, Mlp
 from memtrain import Trainer, distributed, machine
 from memtrain.__main__ import main
 from memtrain.data.batches import StepBatches, evaluation_batches
+from memtrain.data.rowset import alike
 from memtrain.device import Cpu
 from memtrain.features.data_parallel import data_parallel
 from memtrain.job import AdamW, Approximation, Constant, Job
@@ -103,10 +104,10 @@ def trained(plan: Plan, *, seed: int, rank: int = 0, ranks: int = 1) -> Trained:
     model = LLAMA.build().load()
     run = prepare(JOB, plan, model)
     rows = [LLAMA.row(number) for number in range(20)]
-    batches = StepBatches(rows, global_batch_size=ROWS, seed=0)
+    batches = StepBatches(alike(rows), global_batch_size=ROWS, seed=0)
     share = {"rank": rank, "ranks": ranks}
     results = [run.step(batches.micro_batches(step, plan.micro_batch_size, **share)) for step in range(3)]
-    evaluation = run.evaluate(evaluation_batches(rows[:5], 2, **share)).item()
+    evaluation = run.evaluate(evaluation_batches(alike(rows[:5]), 2, **share)).item()
     run.release()
     norms = [result.grad_norm.item() for result in results if result.grad_norm is not None]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

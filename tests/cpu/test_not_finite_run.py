@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memtrain import recovery
 from memtrain.data.batches import StepBatches
+from memtrain.data.rowset import alike
 from memtrain.job import Job, NotFinite
 from memtrain.loop import Loop
 from memtrain.not_finite import Health
@@ -65,9 +66,8 @@ def looped(job: Job, *rows: tuple[float, float], plan: Plan | None = None) -> tu
         buffers=(),
         job=job,
         run=prepare(job, plan, Length()),
-        batches=InOrder(held, global_batch_size=2, seed=0),
+        batches=InOrder(alike(held), global_batch_size=2, seed=0),
         eval_rows=None,
-        row_tokens=None,
         plan=plan,
         evaluation_batch_size=1,
         meter=Unwatched(),  # type: ignore[arg-type]

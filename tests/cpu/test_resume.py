@@ -272,7 +272,7 @@ def test_another_micro_batch_changes_losses_and_weights_by_rounding_alone(tmp_pa
 def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
     # What is learnt is wrong for these rows, so that their loss rises.
     others = [{**row, "labels": row["labels"].flip(0)} for row in ROWS[:3]]
-    run = trainer(tmp_path / "run", keep_checkpoints=2, evaluate_every=1, eval_data=others, optimizer=AdamW(learning_rate=0.03))
+    run = trainer(tmp_path / "run", keep_checkpoints=2, evaluate_every=1, eval_data=others, optimizer=AdamW(learning_rate=0.1))
     result = run.train()
     best = min(result.evaluations[1:], key=lambda evaluation: evaluation[1])[0]
     assert best < STEPS - 1

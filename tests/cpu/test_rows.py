@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from toys import BYTES
 
 from memtrain.data.batches import StepBatches, evaluation_batches, steps_for
 from memtrain.data.rows import IGNORED, Batch, TokenRows, check_row, check_rows
+from memtrain.data.rowset import alike
 from memtrain.data.tokenizer import train_tokenizer
 
 EOS, PAD = 1, 2
@@ -182,9 +184,9 @@ def test_a_row_unlike_row_0_is_named_by_the_check_and_by_every_batch(bad: Batch,
         check_rows(rows, what="my rows")
     # A batch of one row has nothing to differ from but row 0 of all rows.
     with pytest.raises(ValueError, match=f"row 3 of the training rows {fault}"):
-        StepBatches(rows, global_batch_size=4, seed=0).micro_batches(0, 1)
-    with pytest.raises(ValueError, match=f"row 3 of the evaluation rows {fault}"):
-        list(evaluation_batches(rows, 1))
+        StepBatches(alike(rows), global_batch_size=4, seed=0).micro_batches(0, 1)
+    with pytest.raises(ValueError, match=f"row 3 of eval_data {fault}"):
+        list(evaluation_batches(alike(rows, "eval_data"), 1))
 
 
 def test_a_row_without_a_label_that_counts_is_named() -> None:
@@ -231,27 +233,46 @@ def numbered(count: int) -> list[Batch]:
 
 
 def batches(count: int, global_batch_size: int, seed: int = 0) -> StepBatches:
-    return StepBatches(numbered(count), global_batch_size=global_batch_size, seed=seed)
+    return StepBatches(alike(numbered(count)), global_batch_size=global_batch_size, seed=seed)
 
 
 sizes = {"count": st.integers(1, 12), "global_batch_size": st.integers(1, 30), "seed": st.integers(-(2**70), 2**70)}
 
 
 def test_rows_stack_key_by_key() -> None:
-    (batch,) = evaluation_batches([row(0, mask=torch.ones(3)), row(4, mask=torch.zeros(3))], 2)
+    (batch,) = evaluation_batches(alike([row(0, mask=torch.ones(3)), row(4, mask=torch.zeros(3))]), 2)
     assert list(batch) == ["input_ids", "mask"]
     assert torch.equal(batch["input_ids"], torch.tensor([[0, 1], [4, 5]]))
     assert torch.equal(batch["mask"], torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
 
 
 @given(**sizes)
-def test_each_epoch_sees_every_row_exactly_once_and_no_row_is_dropped(count: int, global_batch_size: int, seed: int) -> None:
+def test_each_epoch_sees_every_row_exactly_once_and_ends_with_a_short_step(
+    count: int, global_batch_size: int, seed: int
+) -> None:
     run = batches(count, global_batch_size, seed)
-    steps = [run.indices(step) for step in range(count)]  # exactly global_batch_size epochs
-    assert all(len(step) == global_batch_size for step in steps)
-    order = [index for step in steps for index in step]
-    for epoch in range(global_batch_size):
-        assert sorted(order[epoch * count : (epoch + 1) * count]) == list(range(count))
+    in_epoch = math.ceil(count / global_batch_size)
+    for epoch in range(3):
+        steps = [run.indices(epoch * in_epoch + step) for step in range(in_epoch)]
+        assert [len(step) for step in steps[:-1]] == [global_batch_size] * (in_epoch - 1)
+        assert sorted(index for step in steps for index in step) == list(range(count))
+        assert run.seen((epoch + 1) * in_epoch) == (epoch + 1, 2 * (epoch + 1) * count)
+
+
+@given(**sizes)
+def test_dropping_the_short_step_leaves_full_ones(count: int, global_batch_size: int, seed: int) -> None:
+    if count < global_batch_size:
+        with pytest.raises(
+            ValueError, match=f"there are {count} rows and global_batch_size is {global_batch_size}, and drop_last"
+        ):
+            steps_for(1, count, global_batch_size, drop_last=True)
+        return
+    rows = alike(numbered(count))
+    run = StepBatches(rows, global_batch_size=global_batch_size, seed=seed, drop_last=True)
+    steps = [run.indices(step) for step in range(2 * steps_for(1, count, global_batch_size, drop_last=True))]
+    assert {len(step) for step in steps} == {global_batch_size}
+    first = [index for step in steps[: len(steps) // 2] for index in step]
+    assert len(set(first)) == len(first) == count - count % global_batch_size
 
 
 @given(**sizes, steps=st.lists(st.integers(0, 10**9), max_size=4), step=st.integers(0, 10**9))
@@ -279,7 +300,7 @@ def test_the_micro_batch_size_changes_neither_the_rows_nor_their_order(
 def test_the_global_batch_size_cuts_the_same_order_elsewhere() -> None:
     def order(global_batch_size: int) -> list[int]:
         run = batches(7, global_batch_size, seed=3)
-        return [index for step in range(60 // global_batch_size) for index in run.indices(step)]
+        return [index for step in range(3 * math.ceil(7 / global_batch_size)) for index in run.indices(step)]
 
     assert order(4) == order(3) == order(20)
 
@@ -299,7 +320,7 @@ def test_one_permutation_is_drawn_per_epoch(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch, "randperm", counted)
     run = batches(10, 4)
-    for step in range(5):
+    for step in range(6):
         run.indices(step)
     assert drawn == [10, 10]
     run.indices(10**12)
@@ -316,13 +337,13 @@ def test_the_order_neither_reads_nor_moves_the_global_random_state() -> None:
 
 
 def test_evaluation_takes_all_rows_in_order_and_ends_with_a_smaller_batch() -> None:
-    taken = [batch["input_ids"][:, 0].tolist() for batch in evaluation_batches(numbered(5), 2)]
+    taken = [batch["input_ids"][:, 0].tolist() for batch in evaluation_batches(alike(numbered(5)), 2)]
     assert taken == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize(
     ("epochs", "rows", "global_batch_size", "steps"),
-    [(1, 8, 4, 2), (1, 9, 4, 3), (3, 10, 4, 8), (0.5, 8, 4, 1), (0.001, 8, 4, 1), (2, 3, 100, 1), (1.1, 10, 1, 11)],
+    [(1, 8, 4, 2), (1, 9, 4, 3), (3, 10, 4, 9), (0.5, 8, 4, 1), (0.001, 8, 4, 1), (2, 3, 100, 2), (1.1, 10, 1, 11)],
 )
 def test_steps_for_epochs_are_rounded_up(epochs: float, rows: int, global_batch_size: int, steps: int) -> None:
     assert steps_for(epochs, rows, global_batch_size) == steps

@@ -12,7 +12,8 @@ from torch import nn
 from memtrain.features.recompute import recompute_blocks_
 from memtrain.trace.event import Kind, Phase
 from memtrain.trace.record import Recorder
-from memtrain.trace.simulate import DatalessRecorder, _random_states, as_if_supported
+from memtrain.trace.simulate import DatalessRecorder, _random_states
+from memtrain.trace.supported import as_if_supported
 
 
 def weight_with_gradient() -> nn.Parameter:

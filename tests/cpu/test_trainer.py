@@ -219,10 +219,17 @@ def test_rows_that_the_model_cannot_take_are_refused() -> None:
 
 
 def test_evaluation_rows_unlike_the_training_rows_are_refused() -> None:
+    labelled = [{**row, "attention_mask": row["input_ids"]} for row in rows(2, 16)]
     with pytest.raises(
-        ValueError, match=r"row 0 of eval_data, compared with data, has 'input_ids' as .* of shape \(16,\) where"
+        ValueError,
+        match=r"eval_data has torch.int64 of 1 dimensions for 'attention_mask' in its rows and data has nothing, and both must be alike",
     ):
-        trainer(eval_data=rows(2, 16)).train()
+        trainer(eval_data=labelled).train()
+
+
+def test_evaluation_rows_may_be_longer_than_the_training_rows_and_their_memory_is_predicted() -> None:
+    short, long = (trainer(eval_data=rows(2, length)).train().comparison for length in (16, 64))
+    assert long.predicted.by_phase["evaluate"] == long.measured.by_phase["evaluate"] > short.measured.by_phase["evaluate"]
 
 
 @pytest.mark.parametrize(
