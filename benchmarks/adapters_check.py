@@ -1,7 +1,7 @@
 """Whether a finished smollm2_cpu run kept its promises: ``python benchmarks/adapters_check.py RUN_DIR``.
 
-The witness is a plain loop: transformers loads the base model and peft the saved adapters, and the held-out rows go through both,
-one by one, without memtrain's step, plan or padding. Prints a table and one line; exits 1 if a bound is missed.
+The witness is a plain loop: transformers loads the base model and peft the saved adapters and writes the conversations, and the
+held-out rows go through both, one by one, without memtrain's encoding, step, plan or padding. Prints a table and one line; exits 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,33 @@ from quickstart_check import Check, peak_checks, report
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from memtrain.data.instructions import CompletionRows, hold_out_groups, library_docstrings
-from memtrain.data.rows import IGNORED
+from memtrain.data.instructions import Pair, hold_out_groups, library_docstrings
 from memtrain.models.build import source
 
 LEAST_FALL_NATS = 0.2
 MOST_DIFFERENCE = 1e-4
 
 
+def conversation(pair: Pair, tokenizer: Any) -> tuple[list[int], int]:
+    """The tokens of a pair up to the end of the answer, and how many of them are the question."""
+    question = {"role": "user", "content": pair.prompt}
+    asked = tokenizer.apply_chat_template([question], add_generation_prompt=True)["input_ids"]
+    answer = {"role": "assistant", "content": pair.completion}
+    ids = tokenizer.apply_chat_template([question, answer])["input_ids"]
+    assert ids[: len(asked)] == asked
+    end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
+    return ids[:end], len(asked)
+
+
 @torch.no_grad()
-def plain_loss(model: Any, rows: CompletionRows) -> float:
+def plain_loss(model: Any, rows: list[tuple[list[int], int]]) -> float:
     """Mean cross-entropy in nats of the model over the tokens of the answers."""
     total, counted = 0.0, 0
-    for index in range(len(rows)):
-        row = rows[index]
-        # Without the padding behind the last token that counts.
-        length = int((row["labels"] != IGNORED).nonzero()[-1]) + 1
-        ids, labels = row["input_ids"][:length], row["labels"][1:length]
-        logits = model(input_ids=ids.unsqueeze(0)).logits[0, :-1]
-        total += cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item()
-        counted += int((labels != IGNORED).sum())
+    for ids, asked in rows:
+        tokens = torch.tensor(ids)
+        logits = model(input_ids=tokens.unsqueeze(0)).logits[0, asked - 1 : -1]
+        total += cross_entropy(logits, tokens[asked:], reduction="sum").item()
+        counted += len(ids) - asked
     return total / counted
 
 
@@ -52,7 +59,9 @@ def checks(folder: Path) -> list[Check]:
     first, *_, last = [row["eval_loss"] for row in metrics if "eval_loss" in row]
 
     _, held_out = hold_out_groups(library_docstrings(), config["data"]["held_out"])
-    rows = CompletionRows.of(held_out, AutoTokenizer.from_pretrained(folder / "model"), config["data"]["sequence_length"])
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    whole = [conversation(pair, tokenizer) for pair in held_out]
+    rows = [(ids, asked) for ids, asked in whole if len(ids) <= config["data"]["sequence_length"]]
     base = source(config["model"]["path"]).load().eval()
     alone = plain_loss(base, rows)
     adapted = plain_loss(PeftModel.from_pretrained(base, str(folder / "model")).eval(), rows)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from glob import has_magic
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.check import check
+from memtrain.data.options import DataOptions
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
 from memtrain.job import Approximation, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
@@ -35,8 +37,8 @@ RECIPES = facts("recipes")
 MODES = ("train", "plan", "optimizers")
 # fmt: off
 _AS_WRITTEN = (
-    "recipe", "mode", "seed", "global_batch_size", "steps", "epochs", "evaluate_every", "checkpoint_every", "keep_checkpoints",
-    "resume", "max_grad_norm",
+    "recipe", "mode", "seed", "global_batch_size", "steps", "epochs", "evaluate_every", "early_stopping",
+    "checkpoint_every", "keep_checkpoints", "resume", "max_grad_norm",
 )
 # fmt: on
 
@@ -74,14 +76,22 @@ class TokenizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Which text is trained on: a built-in source, a path or, to plan, neither; ``sequence_length`` is in tokens."""
+    """Which rows are trained on: a built-in source, paths or, to plan, neither.
+
+    Attributes:
+        path, eval_path: what is read; empty for nothing.
+        options: how.
+        held_out: the fraction that is evaluated on, where there is no ``eval_path``.
+    """
 
     source: str | None
-    path: str | None
-    sequence_length: int
+    path: tuple[str, ...]
+    eval_path: tuple[str, ...]
+    options: DataOptions
     held_out: float
-    eval_path: str | None
     workers: int
+    group_by_length: bool
+    drop_last: bool
     tokenizer: TokenizerSettings
 
 
@@ -96,6 +106,7 @@ class Settings:
         host_bytes: memory of a card's host asked for, None for as much as there is.
         steps, epochs: length of the run; exactly one is set.
         evaluate_every: optimizer steps between evaluations, or None for only before and after.
+        early_stopping: evaluations without a better loss that end the run, or None.
         checkpoint_every: optimizer steps between checkpoints, or None for none but a stopped run's; keep_checkpoints: how many of the latest stay.
         resume: ``auto``, ``never``, or the path of a checkpoint or run.
         on_not_finite: what becomes of a step whose loss or gradient is not finite.
@@ -117,6 +128,7 @@ class Settings:
     steps: int | None
     epochs: int | None
     evaluate_every: int | None
+    early_stopping: int | None
     checkpoint_every: int | None
     keep_checkpoints: int
     resume: str
@@ -151,7 +163,7 @@ def settings(cfg: DictConfig) -> Settings:
     if missing:
         raise ValueError(f"{missing[0]} has no value: set {missing[0]}=VALUE on the command line or in the recipe.")
     require(values["mode"] in MODES, "mode", values["mode"], f"one of {', '.join(MODES)}")
-    for key in ("epochs", "evaluate_every", "checkpoint_every"):
+    for key in ("epochs", "evaluate_every", "early_stopping", "checkpoint_every"):
         require(values[key] is None or values[key] >= 1, key, values[key], "1 or more, or null")
     require(values["keep_checkpoints"] >= 1, "keep_checkpoints", values["keep_checkpoints"], "1 or more")
     stop_seconds = values["run"]["stop_seconds"]
@@ -190,7 +202,7 @@ def settings(cfg: DictConfig) -> Settings:
 
 
 def check_folders(read: Settings) -> None:
-    """Refuse a run folder that is used and text that is not there, before anything heavy is loaded.
+    """Refuse a run folder that is used and files that are not there, before anything heavy is loaded.
 
     Raises:
         ValueError: with the path.
@@ -203,8 +215,10 @@ def check_folders(read: Settings) -> None:
         "auto, never, or the folder of a checkpoint or of a run",
     )
     for key in ("path", "eval_path"):
-        named = getattr(read.data, key)
-        require(named is None or Path(named).exists(), f"data.{key}", named, "a file or folder that exists")
+        for named in getattr(read.data, key):
+            # Patterns and names of the Hub are looked up when they are read.
+            there = named.startswith("hub:") or has_magic(named) or Path(named).expanduser().exists()
+            require(there, f"data.{key}", named, "a file or folder that exists, a pattern, or hub:NAME")
 
 
 def default_run_dir(recipe: str, started: datetime) -> Path:
@@ -248,15 +262,15 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
 
 
 def _data(values: Mapping[str, Any]) -> DataSettings:
-    _not_both(values, "source", "path", "data.")
-    source, vocab_size = values["source"], values["tokenizer"]["train_vocab_size"]
+    path, eval_path = (_paths(f"data.{key}", values[key]) for key in ("path", "eval_path"))
+    # A path takes the place of a source, which a recipe has set.
+    source, vocab_size = None if path else values["source"], values["tokenizer"]["train_vocab_size"]
     require(source is None or source in SOURCES, "data.source", source, f"one of {', '.join(SOURCES)}")
-    if source == "stdlib_docstrings" and values["eval_path"] is not None:
+    if source == "stdlib_docstrings" and eval_path:
         raise ValueError(
-            f"data.eval_path is {values['eval_path']}, and data.source {source} has pairs where that has text: "
+            f"data.eval_path is {values['eval_path']}, and data.source {source} holds out pairs of its own: "
             f"set data.eval_path to null, and data.held_out to what is held out."
         )
-    require(values["sequence_length"] >= 2, "data.sequence_length", values["sequence_length"], "2 or more tokens")
     require(values["workers"] >= 0, "data.workers", values["workers"], "0 or more processes")
     require(0 <= values["held_out"] <= 0.5, "data.held_out", values["held_out"], "from 0 (evaluate on nothing) to 0.5")
     require(
@@ -265,12 +279,34 @@ def _data(values: Mapping[str, Any]) -> DataSettings:
         vocab_size,
         f"{SMALLEST_VOCABULARY} or more, or null",
     )
-    return DataSettings(**{**values, "tokenizer": TokenizerSettings(**values["tokenizer"])})
+    return DataSettings(
+        source=source,
+        path=path,
+        eval_path=eval_path,
+        options=_options(values),
+        **{key: values[key] for key in ("held_out", "workers", "group_by_length", "drop_last")},
+        tokenizer=TokenizerSettings(**values["tokenizer"]),
+    )
+
+
+def _options(values: Mapping[str, Any]) -> DataOptions:
+    try:
+        return DataOptions(**{option.name: values[option.name] for option in fields(DataOptions)})
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from None
+
+
+def _paths(key: str, given: Any) -> tuple[str, ...]:
+    paths = [] if given is None else given if isinstance(given, list) else [given]
+    for path in paths:
+        # YAML reads 2024 as a number.
+        require(isinstance(path, str | int) and str(path) != "", key, path, "a path, a list of paths, or null")
+    return tuple(map(str, paths))
 
 
 def names_text(data: DataSettings) -> bool:
     """Whether there is a text to make rows of."""
-    return data.source is not None or data.path is not None
+    return data.source is not None or bool(data.path)
 
 
 def check_text(read: Settings) -> None:
@@ -281,7 +317,7 @@ def check_text(read: Settings) -> None:
     """
     if not names_text(read.data):
         raise ValueError(
-            "neither data.source nor data.path is set: write data=text data.path=PATH or choose data=python_docs, "
+            "neither data.source nor data.path is set: write data.path=PATH or choose data=python_docs, "
             "or only plan with mode=plan."
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from memtrain.around import Stopped
 from memtrain.keeper import Keeper
 from memtrain.metrics import RunFolder, RunLog
 from memtrain.planner.choice import Choice, Comparison
@@ -15,7 +16,7 @@ from memtrain.report.plot import plot_run
 from memtrain.report.tell import Tell
 from memtrain.signals import exit_code
 from memtrain.trace.event import Trace
-from memtrain.training import Stopped, Training
+from memtrain.training import Training
 
 
 @contextmanager

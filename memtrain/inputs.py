@@ -3,43 +3,194 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from memtrain.data.rows import Row, Rows, TokenRows, check_rows
+import torch
+from torch.utils.data import IterableDataset
+
+from memtrain import generators
+from memtrain.data.encode import Encoder, Reading
+from memtrain.data.files import names_files, read_records
+from memtrain.data.masking import Masking
+from memtrain.data.options import DataOptions
+from memtrain.data.packing import PackedRows
+from memtrain.data.records import BadRow, Origin, Record
+from memtrain.data.rows import Row, Rows, TokenRows
 from memtrain.data.rowset import RowSet, alike
-from memtrain.data.text import read_documents
+from memtrain.data.sets import collated, padded, tensors
+from memtrain.data.store import RaggedRows
+from memtrain.data.task import Task
+from memtrain.data.text import TEXT_SUFFIXES
 from memtrain.device import Device
 from memtrain.models import gguf
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, weight_dtype
+from memtrain.models.tasks import task_of
 from memtrain.plan import policy_name
 from memtrain.precision import Precision
 
 # Text is cut into rows of at most this many tokens unless told otherwise; the default of TRL's SFTTrainer.
 _DEFAULT_SEQUENCE_LENGTH = 1024
 
+Collator = Callable[[list[Any]], Any]
 
-def rows_of(data: Any, what: str, model: ModelSource, tokenizer: Any, sequence_length: int | None) -> RowSet:
-    """Rows as given, or cut from the text file or folder that ``data`` names.
 
-    Args:
-        what: name of the argument, for errors.
-        sequence_length: tokens per row of text; None for what the model has positions for, at most 1024.
+class Reader:
+    """Makes rows of what people give, for one model.
+
+    Attributes:
+        task: what the model learns.
+        said: sentences about what was read, for people.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        tokenizer: Any,
+        options: DataOptions,
+        *,
+        seed: int = 0,
+        data_collator: Collator | None = None,
+    ) -> None:
+        """
+        Args:
+            model: what is trained.
+            tokenizer: reads text; None where rows are no text.
+            options: how rows are read.
+            seed: of the tokens that are masked, where the task is to tell them.
+            data_collator: joins rows into batches, in place of all else.
+        """
+        self._model, self._tokenizer, self._seed = model, tokenizer, seed
+        self._collator = data_collator
+        # What is in no list is taken to read from left to right, as language models do.
+        task = task_of(model)
+        self.task = Task.CAUSAL_LM if task is Task.OTHER else task
+        self._options = options
+        self.said: list[str] = []
+        self.readings: dict[str, Reading] = {}
+
+    def read(self, data: Any, what: str, enough: int | None = None) -> RowSet:
+        """The rows of ``data``.
+
+        Args:
+            data: as :func:`memtrain.data.files.read_records` takes it, or rows of tensors.
+            what: name of the argument, for messages.
+            enough: how many rows a run sees; no more are read of a stream, which may have no end.
+
+        Raises:
+            ValueError: they cannot be read, or the model cannot be trained on them.
+        """
+        if isinstance(data, RowSet):
+            return data
+        if self._collator is not None:
+            return collated(data, what, self._collator)
+        if not names_files(data):
+            first, data = _peeked(data)
+            if isinstance(first, dict) and any(isinstance(value, torch.Tensor) for value in first.values()):
+                return self._tensors(data, what, first)
+        stream = not names_files(data) and not hasattr(data, "__len__")
+        return self.of_records(read_records(data, what), what, enough if stream and not self._options.packing else None)
+
+    def of_records(self, records: Iterable[Record | BadRow], what: str, enough: int | None = None) -> RowSet:
+        """The rows of records; plain text stands end to end, unless short rows are packed."""
+        if self.task is Task.CAUSAL_LM and not self._options.packing:
+            documents, records = as_documents(records)
+            if documents is not None:
+                return self.of_documents(documents, what)
+        self._require_tokenizer(what)
+        length = self._sequence_length()
+        reading = Reading(what, length)
+        known = _config(self._model, "vocab_size")
+        encoder = Encoder(self._tokenizer, self.task, self._options, sequence_length=length, vocab_size=known)
+        store = RaggedRows.of(islice(encoder.encode_all(records, reading), enough))
+        _check_tokens({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model, self._tokenizer)
+        self.readings[what] = reading
+        self.said += reading.lines()
+        if self._options.packing:
+            return self._packed(store, what, length)
+        vary = self._masking() if self.task is Task.MASKED_LM else None
+        return padded(store, what, pad_token_id=self._padding(), mask=self._masks(), vary=vary)
+
+    def of_documents(self, documents: Iterable[str], what: str) -> RowSet:
+        """Plain text end to end, cut into rows of one length without gap or overlap."""
+        self._require_tokenizer(what)
+        rows = TokenRows.of(documents, self._tokenizer, self._sequence_length())
+        _check_tokens(rows[0], self._model, self._tokenizer)
+        return alike(rows, what)
+
+    def _tensors(self, data: Any, what: str, first: Row) -> RowSet:
+        by_number = isinstance(data, Rows) and not isinstance(data, IterableDataset)
+        rows = data if by_number else list(data)
+        found = tensors(rows, what, pad_token_id=self._padding() if self._tokenizer else None, mask=self._masks())
+        _check_tokens(first, self._model, self._tokenizer)
+        return found
+
+    def _packed(self, store: RaggedRows, what: str, length: int) -> RowSet:
+        rows = PackedRows(store, length, self._padding())
+        self.said.append(f"{what}: {len(store)} rows are packed into {len(rows)} of {length} tokens, {rows.filled:.1%} filled.")
+        return replace(alike(rows, what), lengths=rows.lengths, packed=True)
+
+    def _masking(self) -> Masking:
+        tokenizer = self._tokenizer
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                f"the task of {self._model.name} is to tell masked tokens, and its tokenizer has no mask token: set mask_token."
+            )
+        kept = frozenset(tokenizer.all_special_ids)
+        return Masking(tokenizer.mask_token_id, len(tokenizer), kept, self._seed)
+
+    def _masks(self) -> bool:
+        """Whether batches tell which tokens are padding: a causal model does not see it, unless it balances its experts."""
+        return self.task is not Task.CAUSAL_LM or bool(_config(self._model, "output_router_logits"))
+
+    def _padding(self) -> int:
+        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        return int(next((token for token in (pad, eos) if token is not None), 0))
+
+    def _sequence_length(self) -> int:
+        if self._options.sequence_length is not None:
+            return self._options.sequence_length
+        positions = _config(self._model, "max_position_embeddings") or _DEFAULT_SEQUENCE_LENGTH
+        return min(int(positions), _DEFAULT_SEQUENCE_LENGTH)
+
+    def _require_tokenizer(self, what: str) -> None:
+        if self._tokenizer is None:
+            raise ValueError(f"{what} is text, and {self._model.name} brings no tokenizer to read it with: give tokenizer.")
+
+
+def _peeked(data: Any) -> tuple[Any, Any]:
+    """The first row, None where there is none, and all rows."""
+    if isinstance(data, Rows) and not isinstance(data, IterableDataset | dict):
+        put_back = generators.remember()
+        first = data[0] if len(data) else None
+        put_back()
+        return first, data
+    if not isinstance(data, Iterable) or isinstance(data, dict):
+        return None, data
+    rows = iter(data)
+    first = next(rows, None)
+    return first, rows if first is None else chain([first], rows)
+
+
+def as_documents(records: Iterable[Record | BadRow]) -> tuple[list[str] | None, Iterable[Record | BadRow]]:
+    """The text of records that are text files, each one document, or None where they are rows; and the records.
 
     Raises:
-        ValueError: they cannot be read, or the model cannot be trained on them.
+        ValueError: a file cannot be used.
     """
-    if isinstance(data, str | os.PathLike):
-        documents = read_documents(Path(data))
-        if tokenizer is None:
-            raise ValueError(f"{what} is text, and {model.name} brings no tokenizer to read it with: give tokenizer.")
-        positions = _config(model, "max_position_embeddings") or _DEFAULT_SEQUENCE_LENGTH
-        length = min(positions, _DEFAULT_SEQUENCE_LENGTH) if sequence_length is None else sequence_length
-        data = TokenRows.of(documents, tokenizer, length)
-    check_rows(data, what=what)
-    rows: Rows = data
-    _check_tokens(rows[0], model, tokenizer)
-    return alike(rows, what)
+    first, records = _peeked(records)
+    origin = first.origin if isinstance(first, Record | BadRow) else Origin("", 0)
+    if Path(origin.source.removesuffix(".gz")).suffix.lower() not in TEXT_SUFFIXES:
+        return None, records
+    documents = []
+    for record in records:
+        if isinstance(record, BadRow):
+            raise ValueError(f"{record}: mend the file or leave it out.")
+        documents.append(str(record.values["text"]))
+    return documents, ()
 
 
 def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:

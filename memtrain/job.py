@@ -176,7 +176,18 @@ class Cosine:
         require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "from 0 to 1")
 
 
-Schedule = Constant | Cosine
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Linear warm-up, then a line down to ``final_fraction`` of the peak, which the step after the last one would have."""
+
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.final_fraction <= 1, "final_fraction", self.final_fraction, "from 0 to 1")
+
+
+Schedule = Constant | Cosine | Linear
 
 
 class Approximation(StrEnum):
@@ -262,7 +273,7 @@ class Job:
             self.optimizer,
             "an AdamW of memtrain or another optimizer of its job module, such as AdamW(learning_rate=5e-5)",
         )
-        require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant or a Cosine of memtrain")
+        require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant, a Cosine or a Linear of memtrain")
         for name, union, example in (
             ("precision", Precision, "Bf16()"),
             ("method", Method, "Lora(rank=16)"),

@@ -38,6 +38,11 @@ class _Asking(list[Batch]):
             yield batch
 
 
+def perplexity(loss: float) -> float:
+    """The number of equally likely tokens that a mean loss in nats per token stands for, exp(loss) (Jelinek et al., 1977)."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The steps of one run.
@@ -52,6 +57,7 @@ class Loop:
         buffers: what a forward may change of the model.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
+        learns_tokens: whether the loss is that of tokens, so that it has a perplexity.
         uneven: whether some steps are larger than others.
         first: the step (from 0) that this run begins with.
         tell: called with a sentence about a step that was left out.
@@ -68,6 +74,7 @@ class Loop:
     buffers: Sequence[Tensor]
     meter: Meter
     device: str
+    learns_tokens: bool = False
     uneven: bool = False
     first: int = 0
     tell: Callable[[str], object] = lambda _: None
@@ -103,11 +110,14 @@ class Loop:
             self._not_finite(step, loss, result, overflows)
         row = {
             "step": step + 1,
+            "epoch": round(self.batches.epoch(step + 1), 6),
             "loss": loss,
             f"{self.counts}_per_second": counted / seconds,
             "learning_rate": rate,
             "step_seconds": seconds,
         }
+        if self.learns_tokens:
+            row["perplexity"] = perplexity(loss)
         if result.grad_norm is not None:
             row["grad_norm"] = result.grad_norm.item()
         if run.scaler.is_enabled():
@@ -148,7 +158,7 @@ class Loop:
         """
         self._set_rate(0.0)
         for number in (1, 2):
-            with self.meter.window(f"rehearsal {number}", Phase.FORWARD) if self.uneven else nullcontext():
+            with self.meter.window(f"step {number} of the rehearsal", Phase.FORWARD) if self.uneven else nullcontext():
                 run = replace(self.run, update=self.meter.in_update(self.run.update)) if self.uneven else self.run
                 # In fp16 an update is rehearsed at the scale at which there is one.
                 step_until_finite(run, self._largest)
@@ -157,9 +167,12 @@ class Loop:
         """Whether a step (from 0) is measured: the first two stand for all, the last shows that they did."""
         return self.first <= step < self.first + 2 or step == self.job.steps - 1
 
-    def evaluate(self) -> float:
-        """The mean loss over the counted items of the rows to evaluate on."""
-        return self.run.evaluate(self._evaluation_batches()).item()
+    def evaluate(self) -> dict[str, float]:
+        """What is logged of the rows to evaluate on: the mean loss over their counted items."""
+        found = {"eval_loss": self.run.evaluate(self._evaluation_batches()).item()}
+        if self.learns_tokens:
+            found["eval_perplexity"] = perplexity(found["eval_loss"])
+        return found
 
     def measure_evaluation(self) -> None:
         """Measure evaluation beside the optimizer state, over the two batches that stand for all."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from memtrain import machine
-from memtrain.config import DataSettings, Settings, check_text, names_text
-from memtrain.data.instructions import CompletionRows, hold_out_groups, library_docstrings
-from memtrain.data.rows import Rows, TokenRows
-from memtrain.data.text import hold_out, python_documentation, read_documents
-from memtrain.data.tokenizer import train_tokenizer
+from memtrain.callbacks import EarlyStopping
+from memtrain.config import Settings, check_text, names_text
 from memtrain.device import Device
-from memtrain.inputs import check_length, load_tokenizer
+from memtrain.inputs import check_length
 from memtrain.job import Budget, Job
 from memtrain.metrics import RunFolder
 from memtrain.models.build import ModelSource, source
@@ -26,6 +20,7 @@ from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.planner.updates import optimizer_table
 from memtrain.precision import Bf16, Bf16Master, Fp32
+from memtrain.recipe_rows import rows_of_recipe
 from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.report.terminal import choice_view
 from memtrain.trainer import Trainer
@@ -80,18 +75,21 @@ def choice_of(settings: Settings, device: Device) -> Choice:
 
 
 def trainer_of(settings: Settings, device: Device) -> Trainer:
-    """The Trainer that the settings describe, which must name a text."""
-    data = settings.data
-    model = _model(settings)
-    rows = _completion_rows if data.source == "stdlib_docstrings" else _text_rows
-    training, held_out, tokenizer = rows(data, model, settings.model.path)
+    """The Trainer that the settings describe, which must name rows."""
+    data, model = settings.data, _model(settings)
+    rows = rows_of_recipe(settings, model)
+    console = Console(quiet=machine.processes().rank > 0)
+    for said in rows.reader.said:
+        console.print(Text(said), soft_wrap=True)
     return Trainer(
         model=model,
-        data=training,
-        eval_data=held_out,
-        tokenizer=tokenizer,
+        data=rows.training,
+        eval_data=rows.held_out,
+        tokenizer=rows.tokenizer,
         budget=_budget(settings, device),
         global_batch_size=settings.global_batch_size,
+        group_by_length=data.group_by_length,
+        drop_last=data.drop_last,
         steps=settings.steps,
         epochs=settings.epochs,
         optimizer=settings.optimizer,
@@ -103,6 +101,7 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
         allow=settings.allow,
         seed=settings.seed,
         evaluate_every=settings.evaluate_every,
+        callbacks=[EarlyStopping(patience=settings.early_stopping)] if settings.early_stopping else [],
         on_not_finite=settings.on_not_finite,
         workers=data.workers,
         constraints=settings.constraints,
@@ -119,7 +118,8 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
 def _plan(settings: Settings, device: Device) -> Choice:
     """The choice where no text is named: all rows have the length that is said, and are as many as it takes."""
     assert settings.steps is not None
-    model, length = _model(settings), settings.data.sequence_length
+    model, length = _model(settings), settings.data.options.sequence_length
+    assert length is not None
     check_length(length, model)
     job = Job(
         model=model.name,
@@ -136,7 +136,7 @@ def _plan(settings: Settings, device: Device) -> Choice:
         on_not_finite=settings.on_not_finite,
     )
     rows = dict.fromkeys(("input_ids", "labels"), ((length,), torch.int64))
-    evaluates = settings.data.held_out > 0 or settings.data.eval_path is not None
+    evaluates = settings.data.held_out > 0 or bool(settings.data.eval_path)
     predictor = Predictor(
         job,
         model,
@@ -156,41 +156,3 @@ def _model(settings: Settings) -> ModelSource:
 def _budget(settings: Settings, device: Device) -> Budget:
     ranks = ranks_of(settings.constraints)
     return machine.budget_for(device, settings.budget_bytes, settings.headroom_bytes, settings.host_bytes, ranks=ranks)
-
-
-def _text_rows(data: DataSettings, model: ModelSource, model_path: str | None) -> tuple[Rows, Rows | None, Any]:
-    """Rows of text to train on and to evaluate on, and the tokenizer that made them."""
-    training, held_out = _text(data)
-    tokenizer = _tokenizer(data, model, model_path, training)
-    rows = TokenRows.of(training, tokenizer, data.sequence_length)
-    return rows, TokenRows.of(held_out, tokenizer, data.sequence_length) if held_out else None, tokenizer
-
-
-def _completion_rows(data: DataSettings, model: ModelSource, model_path: str | None) -> tuple[Rows, Rows | None, Any]:
-    """The same of docstrings to be written; how many do not fit is printed, since nothing else tells."""
-    pairs = library_docstrings()
-    training, held_out = hold_out_groups(pairs, data.held_out) if data.held_out else (pairs, [])
-    tokenizer = _tokenizer(data, model, model_path, (f"{pair.prompt}\n\n{pair.completion}" for pair in training))
-    rows = CompletionRows.of(training, tokenizer, data.sequence_length)
-    console = Console(quiet=machine.processes().rank > 0)
-    console.print(f"trained on: {rows}", soft_wrap=True, highlight=False)
-    if not held_out:
-        return rows, None, tokenizer
-    evaluated = CompletionRows.of(held_out, tokenizer, data.sequence_length)
-    console.print(f"evaluated on: {evaluated}", soft_wrap=True, highlight=False)
-    return rows, evaluated, tokenizer
-
-
-def _tokenizer(data: DataSettings, model: ModelSource, model_path: str | None, text: Iterable[str]) -> Any:
-    if data.tokenizer.train_vocab_size is not None:
-        return train_tokenizer(text, data.tokenizer.train_vocab_size)
-    # Asked for by path even where it is the model's, because without one there are no rows.
-    return load_tokenizer(data.tokenizer.path or model_path, model)
-
-
-def _text(data: DataSettings) -> tuple[list[str], list[str]]:
-    """The documents to train on and those to evaluate on."""
-    documents = python_documentation() if data.path is None else read_documents(Path(data.path))
-    if data.eval_path is not None:
-        return documents, read_documents(Path(data.eval_path))
-    return hold_out(documents, data.held_out) if data.held_out else (documents, [])

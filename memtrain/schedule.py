@@ -5,9 +5,11 @@ With peak ``p``, warm-up over ``W`` steps, ``N`` steps in all and ``s`` counted 
     s < W            p · (s + 1) / W
     Constant         p
     Cosine           p · (f + (1 - f) · (1 + cos(π · t)) / 2),   t = (s - a) / (N - 1 - a),   a = max(W - 1, 0)
+    Linear           p · (f + (1 - f) · (N - s) / (N - a))
 
 The first step trains with ``p / W``, not with 0, and step ``a`` is the first with the full peak. The cosine (Loshchilov and
 Hutter, arXiv 1608.03983, equation 5, one period without restarts) runs from there to exactly ``f · p`` at the last step.
+The line is that of transformers' ``linear``, which has no rest at the last step: it would reach ``f · p`` one step later.
 Where warm-up takes all steps, or there is only one, there is no room to decay and the last step trains with the peak.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from memtrain.job import Constant, Cosine, Job
+from memtrain.job import Constant, Cosine, Job, Linear
 
 
 def learning_rate(job: Job, step: int) -> float:
@@ -38,6 +40,9 @@ def learning_rate(job: Job, step: int) -> float:
     match job.schedule:
         case Constant():
             return peak
+        case Linear(final_fraction=final_fraction):
+            at_peak = max(warmup_steps - 1, 0)
+            return peak * (final_fraction + (1 - final_fraction) * (job.steps - step) / (job.steps - at_peak))
         case Cosine(final_fraction=final_fraction):
             at_peak, last = max(warmup_steps - 1, 0), job.steps - 1
             if at_peak == last:

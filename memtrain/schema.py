@@ -16,7 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from memtrain.job import Adafactor, Adam, AdamW, Approximation, Constant, Cosine, Lion, Muon, Sgd
+from memtrain.data.layouts import Layout
+from memtrain.job import Adafactor, Adam, AdamW, Approximation, Constant, Cosine, Linear, Lion, Muon, Sgd
 from memtrain.method import Method, Quantization
 from memtrain.plan import POLICIES, policy_name
 from memtrain.precision import Precision
@@ -50,10 +51,25 @@ class TokenizerSchema:
 @dataclass
 class DataSchema:
     source: str | None = _key(None, f"text that needs no file: {', '.join(SOURCES)}; or else data.path, or neither to plan")
-    path: str | None = _key(None, "a text file, or a folder of them")
-    sequence_length: int = _key(MISSING, "tokens per row")
-    held_out: float = _key(0.1, "fraction of the text that is evaluated on and not trained on; unused with data.eval_path")
-    eval_path: str | None = _key(None, "text to evaluate on")
+    # A path or a list of paths, which memtrain.config checks.
+    path: Any = field(
+        default=None,
+        metadata={
+            "sentence": "rows or text: a file, a folder, a pattern, hub:NAME, or a list of these; in place of data.source"
+        },
+    )
+    layout: str = _key("auto", f"what the columns of rows mean: auto, {', '.join(Layout)}")
+    sequence_length: int = _key(MISSING, "tokens per row, at the most where rows are padded")
+    train_on: str = _key("auto", "completions (answers alone), everything; auto: completions where rows have them")
+    chat_template: str | None = _key(None, "of conversations: a Jinja template, its file, or chatml; null: the tokenizer's")
+    packing: bool = _key(False, "put short rows into one of sequence_length tokens, where they do not see each other")
+    long_rows: str = _key("truncate", "what becomes of longer rows: truncate, split, leave_out")
+    on_bad_row: str = _key("stop", "where rows cannot be used: stop, with their lines; or skip, they are counted and shown")
+    group_by_length: bool = _key(False, "rows of like length in one step, which pads less and orders rows otherwise")
+    drop_last: bool = _key(False, "leave out the short step at an epoch's end")
+    limit: int | None = _key(None, "read so many rows at the most")
+    held_out: float = _key(0.1, "fraction that is evaluated on and not trained on; unused with data.eval_path")
+    eval_path: Any = field(default=None, metadata={"sentence": "rows or text to evaluate on, as data.path"})
     workers: int = _key(0, "processes that make rows ahead of the step")
     tokenizer: TokenizerSchema = field(default_factory=TokenizerSchema)
 
@@ -110,6 +126,7 @@ class Schema:
     steps: int | None = _key(None, "optimizer steps of the run; or else epochs")
     epochs: int | None = _key(None, "passes over the training rows")
     evaluate_every: int | None = _key(None, "steps between evaluations; null: before and after the run")
+    early_stopping: int | None = _key(None, "end the run after so many evaluations without a better loss; null: never")
     checkpoint_every: int | None = _key(500, "steps between checkpoints; null: none but that of a run that is stopped")
     keep_checkpoints: int = _key(2, "so many of the latest stay, and the one that was evaluated best")
     resume: str = _key(
@@ -159,7 +176,7 @@ ALTERNATIVES: dict[str, Alternatives] = {
     "optimizer": Alternatives(
         "name", {"adamw": AdamW, "adam": Adam, "sgd": Sgd, "adafactor": Adafactor, "lion": Lion, "muon": Muon}
     ),
-    "schedule": Alternatives("name", {"constant": Constant, "cosine": Cosine}),
+    "schedule": Alternatives("name", {"constant": Constant, "cosine": Cosine, "linear": Linear}),
     **{
         group: Alternatives("name", {policy_name(cls): cls for cls in get_args(union)})
         for group, union in (("precision", Precision), ("method", Method), ("quantization", Quantization))

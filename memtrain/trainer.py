@@ -7,27 +7,28 @@ learning rate from schedule.learning_rate.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
-from collections.abc import Collection, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from memtrain import distributed, machine
+from memtrain.callbacks import Callback
+from memtrain.conduct import Conduct, as_tuple
+from memtrain.course import Course
 from memtrain.data.batches import Batches, StepBatches, steps_for
 from memtrain.data.loading import step_batches
+from memtrain.data.options import DataOptions
 from memtrain.device import Cuda, Device
-from memtrain.ending import ending, saving, write_comparison
-from memtrain.inputs import check_module, load_tokenizer, rows_of
+from memtrain.ending import write_comparison
+from memtrain.inputs import Collator, Reader, check_module, load_tokenizer
 from memtrain.job import AdamW, Budget, Cosine, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
-from memtrain.keeper import Keeper
-from memtrain.loop import Loop
 from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import IDENTITY, RunFolder, RunLog
 from memtrain.models.build import bytes_on, source, weight_dtype
@@ -36,15 +37,11 @@ from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
 from memtrain.planner.compare import compare
 from memtrain.precision import Fp32, Precision
-from memtrain.report.tell import Tell, teller
-from memtrain.report.terminal import TrainingProgress, choice_view, comparison_view
-from memtrain.require import require
-from memtrain.resume import CHECKPOINTS, find_start, identity, parse_resume, plain_constraints, resumed_constraints
+from memtrain.report.tell import teller
+from memtrain.report.terminal import TrainingProgress, comparison_view
+from memtrain.resume import CHECKPOINTS, find_start, identity, parse_resume, resumed_constraints
 from memtrain.session import Given, Session
-from memtrain.signals import listen
-from memtrain.training import Around, Stopped, Training
 from memtrain.units import parse_bytes
-from memtrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +63,20 @@ class Trainer:
     """Train a model inside a memory budget.
 
     Args:
-        model: a local path, a hub id, a transformers configuration (object or mapping) or any nn.Module that returns its
-            loss when called with a row batch as keyword arguments.
-        data: a text file or a folder of them, or rows: a list or map-style dataset of mappings from argument name to tensor.
+        model: a local path, a hub id, a transformers configuration (object or mapping) or any nn.Module. It returns its loss
+            when called with a batch as keyword arguments.
+        data: rows: files, a folder, a pattern or ``"hub:NAME"`` of the formats in docs/data.md; a ``datasets.Dataset``; any list,
+            iterable or torch Dataset of mappings, of text or of tensors.
         budget: memory that training may take, such as ``"4GiB"``, or a Budget; by default all that a card has.
         eval_data: like ``data``; evaluated on before and after training, and every ``evaluate_every`` steps.
-        tokenizer: a tokenizer or the path of one, for text; by default the one at the model's path.
-        sequence_length: tokens per row of text; by default what the model has positions for, at most 1024.
+        tokenizer: a tokenizer or the path of one; by default the one at the model's path.
+        sequence_length: tokens per row at the most; by default what the model has positions for, at most 1024.
+        packing: whether short rows are put into one, where they do not see each other.
+        train_on, chat_template, long_rows, on_bad_row: see :class:`memtrain.data.options.DataOptions`.
+        data_collator: makes a batch of a list of rows, in place of padding.
         global_batch_size: rows per optimizer step.
+        group_by_length: whether rows of like length are put into one step.
+        drop_last: whether the short step at the end of an epoch is left out.
         steps, epochs: length of the run; one epoch by default.
         optimizer, schedule, precision, method, quantization, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
@@ -83,14 +86,12 @@ class Trainer:
         host_bytes: memory of the host that a plan for a card may take, such as ``"64GiB"``.
         on_not_finite: what happens to a step whose loss or gradient is not finite: ``"stop"`` ends the run before a weight
             changes, where the plan allows it; ``"skip"`` leaves the step out and goes on.
-        workers: processes that make rows ahead of the step, for a dataset whose rows take work; see docs/data_workers.md.
+        evaluate_every, checkpoint_every, keep_checkpoints, stop_seconds, workers, callbacks: see
+            :class:`memtrain.conduct.Conduct`.
         run_dir: folder for plan, prediction, metrics, checkpoints and comparison; nothing is written by default.
-        checkpoint_every: steps between checkpoints below ``run_dir``; None for none but that of a run that is stopped.
-        keep_checkpoints: so many of the latest stay, and the one that was evaluated best.
         resume: ``"auto"`` goes on with the run that is in ``run_dir``, if there is one; a path, with the checkpoint or run
             there; ``"never"`` begins anew. See docs/checkpoints.md.
-        stop_seconds: how long a run that is told to stop (SIGTERM, Ctrl-C) may take to save; None for as long as it takes.
-        progress: whether to print the choice, a progress bar and the comparison.
+        progress: whether to print the rows, the choice, a progress bar and the comparison.
 
     Raises:
         ValueError: one sentence about whatever of these cannot be trained, before anything is loaded.
@@ -105,7 +106,15 @@ class Trainer:
         eval_data: Any = None,
         tokenizer: Any = None,
         sequence_length: int | None = None,
+        packing: bool = False,
+        train_on: str = "auto",
+        chat_template: str | None = None,
+        long_rows: str = "truncate",
+        on_bad_row: str = "stop",
+        data_collator: Collator | None = None,
         global_batch_size: int = 8,
+        group_by_length: bool = False,
+        drop_last: bool = False,
         steps: int | None = None,
         epochs: float | None = None,
         optimizer: Optimizer | None = None,
@@ -116,8 +125,9 @@ class Trainer:
         max_grad_norm: float | None = 1.0,
         allow: Collection[str] = (),
         seed: int = 0,
-        evaluate_every: int | None = None,
         on_not_finite: NotFinite | str = NotFinite.STOP,
+        evaluate_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
         workers: int = 0,
         constraints: Mapping[str, Any] | None = None,
         device: Device | None = None,
@@ -143,23 +153,43 @@ class Trainer:
             )
         self._constraints = distributed.shared_by(self.processes.ranks, parse_constraints(constraints or {}))
         self.device = device or machine.cpu()
+        self._conduct = Conduct(
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            stop_seconds=stop_seconds,
+            workers=workers,
+            callbacks=as_tuple("callbacks", callbacks),
+        )
         self.source = source(model)
         if isinstance(budget, Budget) and host_bytes is not None:
             raise ValueError(f"budget is a Budget and host_bytes is {host_bytes!r}: give the host's bytes in the Budget.")
         self.budget = budget if isinstance(budget, Budget) else self._budget(budget, host_bytes)
         precision = precision or Fp32()
         check_module(self.source, precision, self.device)
-        self.tokenizer = load_tokenizer(tokenizer, self.source)
-        self.rows = rows_of(data, "data", self.source, self.tokenizer, sequence_length)
-        self.eval_rows = (
-            None if eval_data is None else rows_of(eval_data, "eval_data", self.source, self.tokenizer, sequence_length)
-        )
         if steps is not None and epochs is not None:
             raise ValueError(f"steps is {steps} and epochs is {epochs}, and only one can hold: leave the other out.")
+        self.tokenizer = load_tokenizer(tokenizer, self.source)
+        options = DataOptions(
+            sequence_length=sequence_length,
+            packing=packing,
+            train_on=train_on,
+            chat_template=chat_template,
+            long_rows=long_rows,
+            on_bad_row=on_bad_row,
+        )
+        reader = Reader(self.source, self.tokenizer, options, seed=seed, data_collator=data_collator)
+        enough = None if steps is None else steps * global_batch_size
+        self.rows = reader.read(data, "data", enough)
+        self.eval_rows = None if eval_data is None else reader.read(eval_data, "eval_data")
+        self._said = reader.said
+        if evaluate_every is not None and self.eval_rows is None:
+            raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
+        in_epoch = steps_for(1 if epochs is None else epochs, len(self.rows), global_batch_size, drop_last=drop_last)
         self.job = Job(
             model=self.source.name,
             global_batch_size=global_batch_size,
-            steps=steps_for(1 if epochs is None else epochs, len(self.rows), global_batch_size) if steps is None else steps,
+            steps=in_epoch if steps is None else steps,
             optimizer=optimizer or AdamW(),
             schedule=schedule or Cosine(),
             precision=precision,
@@ -170,21 +200,10 @@ class Trainer:
             seed=seed,
             on_not_finite=not_finite(on_not_finite),
         )
-        if evaluate_every is not None and evaluate_every < 1:
-            raise ValueError(f"evaluate_every is {evaluate_every}, and it must be 1 or more steps, or None.")
-        if evaluate_every is not None and self.eval_rows is None:
-            raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
-        require(
-            checkpoint_every is None or checkpoint_every >= 1, "checkpoint_every", checkpoint_every, "1 or more steps, or None"
+        self._order = StepBatches(
+            self.rows, global_batch_size=global_batch_size, seed=seed, drop_last=drop_last, group_by_length=group_by_length
         )
-        require(type(workers) is int and workers >= 0, "workers", workers, "a whole number of 0 or more")
-        require(keep_checkpoints >= 1, "keep_checkpoints", keep_checkpoints, "1 or more")
-        require(stop_seconds is None or 0 < stop_seconds < math.inf, "stop_seconds", stop_seconds, "above 0 seconds, or None")
-        self._evaluate_every = evaluate_every
-        self._checkpoint_every, self._keep_checkpoints = checkpoint_every, keep_checkpoints
-        self._stop_seconds = stop_seconds
-        self._workers = workers
-        trained = self.rows.fingerprint
+        trained = f"{self.rows.fingerprint}{', short steps left out' * drop_last}{', grouped by length' * group_by_length}"
         evaluated = "nothing" if self.eval_rows is None else self.eval_rows.fingerprint
         distributed.check_same({"the job": self.job, "data": trained, "eval_data": evaluated})
         # The first process writes and prints.
@@ -211,6 +230,14 @@ class Trainer:
                 constraints=self._constraints,
                 processes=self.processes,
             )
+        )
+        self._course = Course(
+            session=self._session,
+            conduct=self._conduct,
+            folder=self.folder,
+            checkpoints=self._checkpoints,
+            identity=self._identity,
+            start=self._start,
         )
 
     def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
@@ -275,70 +302,22 @@ class Trainer:
         bar = TrainingProgress(self.job.steps, self.budget.device_bytes, console, "row" if self.rows.lengths is None else "tok")
         tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
         log = RunLog(self.folder, tell)
-        loop = self._trained(log, bar, tell)
+        loop = self._course.run(self._begin, self._batches(), log, bar, tell, self.save_model)
         # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
         unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
         seconds = statistics.median(row["step_seconds"] for row in unwatched) if unwatched else 0.0
         comparison = compare(self.choice, self._session.meter.side(seconds))
         # A run that was complete already has been measured when it trained.
         if loop.first < self.job.steps:
-            shown = self._session.meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
+            meter = self._session.meter
+            shown = meter.trace("step 2 of the rehearsal") or meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
             write_comparison(comparison, log, self.choice, shown, self.folder, tell)
             console.print("", comparison_view(comparison, self.budget, log.evaluations))
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
-    def _trained(self, log: RunLog, bar: TrainingProgress, tell: Tell) -> Loop:
-        """The course of the run, with signals heard and every step watched; its steps, of which the last is taken."""
-        checkpoint = self._start.checkpoint
-        # Workers are forked before there are threads.
-        with closing(self._batches()) as batches, listen(self._stop_seconds, tell) as requests:
-            bar.console.print(choice_view(self.choice), "")
-            in_use = nullcontext() if self.folder is None else self.folder.held()
-            for note in self._start.notes:
-                tell(note)
-            if checkpoint is not None:
-                left = "going on from" if checkpoint.step < self.job.steps else "nothing is left to train after"
-                tell(f"Resumed: {left} step {checkpoint.step} of {self.job.steps}, in {checkpoint.path}.")
-            keeper = self._keeper(tell)
-            with in_use, bar, Watchdog(tell, usual={"step": self.choice.step_seconds}) as watchdog:
-                around = Around(
-                    log=log, folder=self.folder, keeper=keeper, requests=requests, watchdog=watchdog, tell=tell, bar=bar
-                )
-                training = Training(self._session, batches, around, evaluate_every=self._evaluate_every)
-                self._has_trained = True
-                try:
-                    with ending(training, keeper, self.folder, tell):
-                        training.run(self._start, saving(self.save_model, self.folder))
-                        if requests.stop is not None:
-                            raise Stopped(requests.stop)
-                except KeyboardInterrupt:
-                    # After Ctrl-C came twice nothing is waited for; after it came once there is nothing to wait for.
-                    keeper.abandon()
-                    raise
-                finally:
-                    keeper.wait()
-                    log.catch_up()
-                    self._session.end()
-        return training.loop
-
-    def _keeper(self, tell: Tell) -> Keeper:
-        host = self.budget.host_bytes
-        room = 0 if host is None else max(0, host - self.choice.footprint.host_bytes)
-        return Keeper(
-            self._checkpoints,
-            rank=self.processes.rank,
-            every=self._checkpoint_every,
-            keep=self._keep_checkpoints,
-            facts={"job": self._identity, "constraints": plain_constraints(self._constraints)},
-            start=self._start.checkpoint,
-            # A processor's plan has all of the memory already.
-            copy_bytes=room if isinstance(self.device, Cuda) else 0,
-            tell=tell,
-        )
-
     @distributed.naming_a_lost_process()
-    def evaluate(self) -> float:
-        """The mean loss over the counted items of ``eval_data``, with the chosen plan and dropout off.
+    def evaluate(self) -> dict[str, float]:
+        """What is logged of an evaluation on ``eval_data``, with the chosen plan and dropout off.
 
         Raises:
             ValueError: there is no ``eval_data``.
@@ -349,9 +328,9 @@ class Trainer:
         if self._session.choice is None:
             self._plan()
         try:
-            loop, checkpoint = self._session.begin(self._order()), self._start.checkpoint
+            loop, checkpoint = self._session.begin(self._order), self._start.checkpoint
             if checkpoint is not None and not self._has_trained:
-                self._keeper(lambda _: None).restore(checkpoint, loop.run, loop.plan)
+                self._course.keeper(self.choice, lambda _: None).restore(checkpoint, loop.run, loop.plan)
             return loop.evaluate()
         finally:
             self._session.end()
@@ -380,12 +359,15 @@ class Trainer:
 
     # ------------------------------------------------------------------ parts of a run
 
+    def _begin(self) -> Choice:
+        if self._progress:
+            Console().print(Text("\n".join(self._said)))
+        choice, self._has_trained = self.choice, True
+        return choice
+
     def _batches(self) -> Batches:
         """The rows of each step; workers are forked here, before there are weights that they would hold as well."""
-        return step_batches(self._order(), seed=self.job.seed, steps=self.job.steps, workers=self._workers)
-
-    def _order(self) -> StepBatches:
-        return StepBatches(self.rows, global_batch_size=self.job.global_batch_size, seed=self.job.seed)
+        return step_batches(self._order, seed=self.job.seed, steps=self.job.steps, workers=self._conduct.workers)
 
 
 def _bytes(name: str, text: str | None) -> int | None:

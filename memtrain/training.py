@@ -10,82 +10,31 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from memtrain import distributed, machine
+from memtrain.around import Around, Stopped, WentBack
+from memtrain.callbacks import Action, Event, Record
 from memtrain.data.batches import Batches
 from memtrain.device import Cuda
 from memtrain.distributed import Setback
-from memtrain.keeper import Keeper
 from memtrain.leaks import LeakWatch
 from memtrain.loop import Loop
-from memtrain.metrics import RunFolder, RunLog
 from memtrain.not_finite import NotFiniteStep, weight_not_finite
 from memtrain.out_of_memory import OutOfMemory, attempt
 from memtrain.recovery import Changes
-from memtrain.report.tell import Tell
-from memtrain.report.terminal import TrainingProgress
 from memtrain.resume import Start
 from memtrain.session import Session
 from memtrain.setbacks import Phase, Where, evaluate_fewer, make_smaller
-from memtrain.signals import Requests
 from memtrain.trace.event import Phase as Measured
-from memtrain.watchdog import Watchdog
 
 T = TypeVar("T")
 
 # What memory may grow by between step 3 and any later one. Beside tensors the C heap of a processor holds what libraries keep
 # for themselves and the rows of the log; a card's allocator holds tensors alone.
 _CARD_GROWTH_BYTES, _HEAP_GROWTH_BYTES = 2**20, 2**24
-
-
-class Stopped(Exception):
-    """A signal has asked the run to stop, and it is between two micro-batches or two batches of an evaluation.
-
-    Attributes:
-        by: the signal.
-    """
-
-    def __init__(self, by: signal.Signals) -> None:
-        super().__init__(by.name)
-        self.by = by
-
-
-class _WentBack(Exception):
-    """The run begins again, and what was about to be done is to be decided anew.
-
-    Attributes:
-        start: where.
-    """
-
-    def __init__(self, start: Start) -> None:
-        super().__init__("the run begins again")
-        self.start = start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """What a run talks to.
-
-    Attributes:
-        log: the rows of metrics so far.
-        folder: where plan and prediction go when they change; None for nowhere.
-        keeper: its checkpoints.
-        requests: what signals ask for.
-        watchdog: tells of a step that takes too long.
-        tell: takes a sentence for the person who reads.
-        bar: shows how far it is.
-    """
-
-    log: RunLog
-    folder: RunFolder | None
-    keeper: Keeper
-    requests: Requests
-    watchdog: Watchdog
-    tell: Tell
-    bar: TrainingProgress
 
 
 class Training:
@@ -99,6 +48,8 @@ class Training:
         self._steps = session.given.job.steps
         self._done = 0
         self._evaluated: set[int] = set()
+        self._asked: set[Action] = set()
+        self._evaluate_at = 0
         self._speed, self._loss = 0.0, math.nan
         self._is_whole = False
         device = session.given.device
@@ -140,13 +91,15 @@ class Training:
                         self._begin(pending)
                         pending = None
                     self._evaluate_if_due()
-                    self._heed_signals()
+                    self._heed()
+                    # What was heeded may have made it due.
+                    self._evaluate_if_due()
                     if self._around.keeper.is_due(self._done, self._steps):
                         self._save()
                     if self._done == self._steps:
                         return self._end(save_model)
                     self._advance()
-                except _WentBack as back:
+                except WentBack as back:
                     pending = back.start
         except Exception as ends:
             # Of several processes one alone may have met it, and the others would not come.
@@ -168,6 +121,12 @@ class Training:
         around.log.cut_back(-1 if start.checkpoint is None else self._done)
         # The first process has the log.
         self._evaluated = distributed.from_first(lambda: {step for step, _ in around.log.evaluations})
+        self._steps, self._asked = self._session.given.job.steps, set()
+        # Callbacks go by what they have seen, which is what led here.
+        self._show_callbacks("begin", {})
+        for row in around.log.rows:
+            if "eval_loss" in row:
+                self._show_callbacks("evaluation", row)
         outcome = self._tried(Phase.BEGINNING, lambda: self._put_together(start))
         if isinstance(outcome, Setback):
             self._make_room(outcome, in_place=False)
@@ -205,6 +164,7 @@ class Training:
         row = self._taken(self._done)
         self._done += 1
         self._around.log.add(row)
+        self._show_callbacks("step", row)
         self._show(row)
         if grown := self._leaks.after(self._done):
             self._around.tell(grown)
@@ -264,7 +224,7 @@ class Training:
             in_place: whether it can where all processes are in one place and no weight has changed.
 
         Raises:
-            _WentBack: it cannot.
+            WentBack: it cannot.
             ValueError: nothing is left to give.
         """
         # The same in all processes, which have to go the same way.
@@ -309,7 +269,7 @@ class Training:
         session.end()
         if last is None and not untouched:
             session.forget_model()
-        raise _WentBack(Start(last))
+        raise WentBack(Start(last))
 
     # ------------------------------------------------------------------ evaluating, saving, stopping
 
@@ -317,11 +277,13 @@ class Training:
         if self._session.given.eval_rows is None or self._done in self._evaluated:
             return
         every = self._evaluate_every
-        if self._done in (0, self._steps) or (every is not None and self._done % every == 0):
+        if self._done in (0, self._steps, self._evaluate_at) or (every is not None and self._done % every == 0):
             with self._around.watchdog.watching("evaluation", f"the evaluation after step {self._done}"):
-                loss = self._secured(Phase.EVALUATION, lambda: self.loop.evaluate())
+                found = self._secured(Phase.EVALUATION, lambda: self.loop.evaluate())
             self._evaluated.add(self._done)
-            self._around.log.add({"step": self._done, "eval_loss": loss})
+            row = {"step": self._done, "epoch": self._batches.epoch(self._done), **found}
+            self._around.log.add(row)
+            self._show_callbacks("evaluation", row)
 
     def _save(self) -> None:
         # Before the first step there is nothing that is not there already.
@@ -335,6 +297,8 @@ class Training:
             outcome = self._tried(Phase.SAVING, self._write)
         if isinstance(outcome, Setback):
             self._make_room(outcome)
+        elif not there:
+            self._show_callbacks("checkpoint", {})
 
     def _write(self) -> None:
         loop, around = self.loop, self._around
@@ -344,7 +308,7 @@ class Training:
                 f"{path} is not finite after step {self._done}, which is not saved: lower the learning rate, or set max_grad_norm, "
                 f"with which a gradient that is not finite changes no weight."
             )
-        _, tokens = loop.batches.seen(self._done)
+        tokens = loop.batches.seen(self._done)
         around.keeper.save(self._done, loop.run, loop.plan, around.log.evaluations, tokens)
 
     def _ask(self) -> None:
@@ -352,24 +316,37 @@ class Training:
         if self._session.given.processes.ranks == 1 and self._around.requests.stop is not None:
             raise Stopped(self._around.requests.stop)
 
-    def _heed_signals(self) -> None:
-        """Stop, or save, where any of the processes was told to."""
-        requests = self._around.requests
-        asked = [requests.stop or 0, int(requests.takes_save())]
-        stop, saves = self._secured(Phase.BETWEEN, lambda: distributed.agree(asked))
+    def _heed(self) -> None:
+        """Stop, save or evaluate where a signal in any of the processes or a callback has asked for it."""
+        requests, asked, self._asked = self._around.requests, self._asked, set()
+        wishes = [int(action in asked) for action in (Action.STOP, Action.SAVE, Action.EVALUATE)]
+        mine = [requests.stop or 0, int(requests.takes_save()), *wishes]
+        stop, saves, ends, keeps, evaluates = self._secured(Phase.BETWEEN, lambda: distributed.agree(mine))
         if stop:
             raise Stopped(signal.Signals(stop))
-        if saves:
+        if evaluates:
+            self._evaluate_at = self._done
+        if ends and self._done < self._steps:
+            self._around.tell(f"The run ends after step {self._done} of {self._steps}, as a callback asked.")
+            self._steps = self._done
+        if saves or keeps:
             self._save()
             self._around.keeper.wait()
-            if self._around.keeper.holds(self._done):
+            if saves and self._around.keeper.holds(self._done):
                 self._around.tell(f"Saved after step {self._done}, as it was told.")
+
+    def _show_callbacks(self, event: Event, row: Mapping[str, float]) -> None:
+        metrics = {name: value for name, value in row.items() if name not in ("step", "epoch")}
+        step = int(row.get("step", self._done))
+        record = Record(event=event, step=step, steps=self._steps, epoch=self._batches.epoch(step), metrics=metrics)
+        self._asked |= self._around.callbacks.tell(record)
 
     # ------------------------------------------------------------------ the end
 
     def _end(self, save_model: Callable[[], None] | None) -> None:
         """Measure evaluation and saving beside the optimizer's state."""
         session = self._session
+        self._show_callbacks("end", {})
         skipped = sum(1 for row in self._around.log.rows if "skipped" in row)
         if skipped:
             self._around.tell(f"{skipped} of {self._steps} steps were left out, since they were not finite.")

@@ -42,8 +42,12 @@ class Batches(Protocol):
         """The tokens of the rows of ``step``, padding not counted; None where rows are no text."""
         ...
 
-    def seen(self, steps: int) -> tuple[float, int]:
-        """After so many steps: the epochs, and the tokens; rows where they are no text."""
+    def epoch(self, steps: int) -> float:
+        """How often each row has been seen after so many steps."""
+        ...
+
+    def seen(self, steps: int) -> int:
+        """The tokens of all rows of so many steps; rows where they are no text."""
         ...
 
     def close(self) -> None:
@@ -77,6 +81,7 @@ class StepBatches:
         self._seed = seed
         self._groups = group_by_length and rows.lengths is not None
         self.steps_per_epoch = steps_in_epoch(len(rows), global_batch_size, drop_last=drop_last)
+        self._rows_per_epoch = min(len(rows), self.steps_per_epoch * global_batch_size)
         self._epoch = 0
         self._permutation = self._permute(0)
 
@@ -135,16 +140,18 @@ class StepBatches:
         """The tokens of the rows of ``step``, padding not counted; None where rows are no text."""
         return self.rows.tokens(self.indices(step))
 
-    def seen(self, steps: int) -> tuple[float, int]:
-        """After so many steps: the epochs, and the tokens; rows where they are no text."""
+    def epoch(self, steps: int) -> float:
+        """How often each row has been seen after so many steps."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        begun = range(epochs * self.steps_per_epoch, epochs * self.steps_per_epoch + rest)
-        numbers = [index for step in begun for index in self.indices(step)]
-        whole = min(len(self.rows), self.steps_per_epoch * self._global_batch_size)
-        in_rows = epochs * whole + len(numbers)
-        of_all, of_begun = self.rows.tokens(range(len(self.rows))), self.rows.tokens(numbers)
-        in_tokens = in_rows if of_all is None or of_begun is None else epochs * of_all + of_begun
-        return epochs + len(numbers) / whole, in_tokens
+        return epochs + min(rest * self._global_batch_size, self._rows_per_epoch) / self._rows_per_epoch
+
+    def seen(self, steps: int) -> int:
+        """The tokens of all rows of so many steps; rows where they are no text."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        begun = [index for step in range(rest) for index in self.indices(epochs * self.steps_per_epoch + step)]
+        if self.rows.lengths is None:
+            return epochs * self._rows_per_epoch + len(begun)
+        return epochs * int(self.rows.lengths.sum()) + int(self.rows.lengths[begun].sum())
 
     def close(self) -> None:
         """Nothing: the rows are made in this process."""

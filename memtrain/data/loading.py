@@ -220,8 +220,12 @@ class WorkerBatches:
         """The tokens of the rows of ``step``, padding not counted; None where rows are no text."""
         return self._order.tokens(step)
 
-    def seen(self, steps: int) -> tuple[float, int]:
-        """After so many steps: the epochs, and the tokens; rows where they are no text."""
+    def epoch(self, steps: int) -> float:
+        """How often each row has been seen after so many steps."""
+        return self._order.epoch(steps)
+
+    def seen(self, steps: int) -> int:
+        """The tokens of all rows of so many steps; rows where they are no text."""
         return self._order.seen(steps)
 
     def micro_batches(self, step: int, micro_batch_size: int, *, rank: int = 0, ranks: int = 1) -> list[Batch]:

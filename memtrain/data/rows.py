@@ -100,7 +100,7 @@ class TokenRows(Dataset[Batch]):
         }
 
 
-def check_rows(rows: object, *, what: str) -> None:
+def check_rows(rows: object, *, what: str, ragged: Collection[str] = ()) -> None:
     """Refuse rows that cannot be trained on, before training starts.
 
     All rows are read up to 10,000 of them, else the first and the last 5,000; a batch checks its own rows again
@@ -109,6 +109,7 @@ def check_rows(rows: object, *, what: str) -> None:
     Args:
         rows: what the user gave.
         what: its name in messages, such as ``"the training rows"``.
+        ragged: the names of tensors whose length may differ.
 
     Raises:
         ValueError: the rows have no length or number, there are none, or :func:`check_row` refuses one.
@@ -124,7 +125,7 @@ def check_rows(rows: object, *, what: str) -> None:
         raise ValueError(f"there is no row in {what}, and training needs 1 or more: give rows.")
     first = rows[0]
     for index in checked(count):
-        check_row(rows[index], first, index=index, what=what)
+        check_row(rows[index], first, index=index, what=what, ragged=ragged)
 
 
 def checked(count: int) -> Iterable[int]:

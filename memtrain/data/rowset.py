@@ -42,6 +42,7 @@ class RowSet:
         ragged: the names of the tensors whose length differs from row to row.
         lengths: tokens of each row; None where rows are no text.
         longest: the numbers of the rows that the largest batch is made of.
+        packed: whether a row is several, told apart by their positions.
         vary: makes a row another one in each step, given its number and the step, such as by masking tokens.
         fingerprint: by which two processes tell whether theirs are the same rows.
     """
@@ -55,6 +56,7 @@ class RowSet:
     ragged: frozenset[str] = frozenset()
     lengths: Lengths | None = None
     longest: tuple[int, ...] = ()
+    packed: bool = False
     vary: Callable[[Row, int, int], Row] | None = None
     fingerprint: str
 

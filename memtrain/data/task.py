@@ -17,6 +17,6 @@ class Task(StrEnum):
     OTHER = "other"
 
     @property
-    def sees_what_follows(self) -> bool:
-        """Whether a token's result depends on those to its right, so that padding has to be masked."""
-        return self is not Task.CAUSAL_LM
+    def learns_tokens(self) -> bool:
+        """Whether what is learnt are tokens, as by language models."""
+        return self in (Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM)

@@ -1,76 +1,12 @@
-"""Documents: reading plain text, the text that every Python brings along, and the part held out for evaluation.
-
-Text is taken as it stands, line endings included; only a byte order mark at the start of a file is removed, which says how
-the file is encoded and is no part of its text.
-"""
+"""Documents: the text that every Python brings along, and the part of a text that is held out for evaluation."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 TEXT_SUFFIXES: Final = (".txt", ".md")
-REFUSED_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz")
-READ: Final = "plain UTF-8 text is read, each file as one document: give a .txt or .md file, or a folder of them"
-
-_BYTE_ORDER_MARK: Final = "\ufeff"
-
-
-def read_documents(path: Path) -> list[str]:
-    """The documents under ``path``: one file, or the ``*.txt`` and ``*.md`` files of a folder and its subfolders.
-
-    The files of a folder come in the order of their paths. Links to folders are not followed.
-
-    Raises:
-        ValueError: the path is missing or unreadable, names a format that is not plain text, is a folder without text files,
-            or a file is not UTF-8 or holds only white space. The message names the file.
-    """
-    try:
-        return [_read_document(file) for file in (_text_files(path) if path.is_dir() else [path])]
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{error.filename or path} does not exist: give the path of a .txt or .md file, or a folder of them."
-        ) from error
-    except OSError as error:
-        raise ValueError(
-            f"{error.filename or path} cannot be read ({error.strerror}): allow reading it or leave it out."
-        ) from error
-
-
-def _text_files(folder: Path) -> list[Path]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    # Path.rglob passes over folders that it may not read, and so would train on a part of the text without a word.
-    files = [
-        Path(parent, name)
-        for parent, _, names in os.walk(folder, onerror=refuse)
-        for name in names
-        if name.lower().endswith(TEXT_SUFFIXES)
-    ]
-    if not files:
-        raise ValueError(f"{folder} is a folder without .txt or .md files, and only {READ}.")
-    return sorted(files)
-
-
-def _read_document(file: Path) -> str:
-    if file.suffix.lower() in REFUSED_SUFFIXES:
-        raise ValueError(f"{file} is a {file.suffix.lower()} file, and only {READ}.")
-    data = file.read_bytes()
-    try:
-        text = data.decode("utf-8").removeprefix(_BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{file}, line {line}, is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}): "
-            "convert the file to UTF-8."
-        ) from error
-    if not text.strip():
-        state = "holds only white space" if text else "is empty"
-        raise ValueError(f"{file} {state}, and a document must have text: remove the file or fill it.")
-    return text
+"""Files of plain text, each one document."""
 
 
 def python_documentation() -> list[str]:

@@ -19,6 +19,13 @@ BOS: Final = "<|bos|>"
 EOS: Final = "<|eos|>"
 PAD: Final = "<|pad|>"
 
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
+"""Conversations with no token of their own: each turn is a line with who speaks, what is said, and the end token."""
+
 SMALLEST_VOCABULARY: Final = 256 + len((BOS, EOS, PAD))
 
 
@@ -26,7 +33,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     """Learn a byte-level BPE of at most ``vocab_size`` tokens.
 
     The tokenizer is smaller where the text offers fewer merges; ``len(tokenizer)`` tells. It adds no special token by
-    itself, never cuts a text short, and reloads from ``save_pretrained`` through ``AutoTokenizer``.
+    itself, never cuts a text short, writes conversations by :data:`CHAT_TEMPLATE`, and reloads from ``save_pretrained`` through
+    ``AutoTokenizer``.
 
     Args:
         documents: the text to learn merges from.
@@ -52,4 +60,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    made.chat_template = CHAT_TEMPLATE
+    return made

@@ -65,7 +65,11 @@ def test_without_arguments_the_quickstart_runs(ran: list[tuple[Settings, str]]) 
     assert job.schedule == Cosine(warmup_steps=10, final_fraction=0.1)
     assert job.model.config is not None
     assert job.model.config["architectures"] == ["LlamaForCausalLM"]
-    assert (job.data.source, job.data.sequence_length, job.data.tokenizer.train_vocab_size) == ("python_docs", 256, 4096)
+    assert (job.data.source, job.data.options.sequence_length, job.data.tokenizer.train_vocab_size) == (
+        "python_docs",
+        256,
+        4096,
+    )
     assert (job.device["name"], job.device.get("threads"), job.constraints) == ("cpu", None, {})
     assert job.run_dir.parent == Path("runs/quickstart")
     assert yaml.safe_load(config_yaml)["schedule"] == {"name": "cosine", "warmup_steps": 10, "final_fraction": 0.1}
@@ -138,11 +142,9 @@ def test_a_model_configuration_is_free_form() -> None:
 
 
 def test_a_model_and_a_text_of_the_user_replace_those_of_the_recipe() -> None:
-    job = one(
-        "model=pretrained", "model.path=./llama", "data.tokenizer.train_vocab_size=null", "data=text", "data.path=book.txt"
-    )
+    job = one("model=pretrained", "model.path=./llama", "data.tokenizer.train_vocab_size=null", "data.path=book.txt")
     assert (job.model.path, job.model.config) == ("./llama", None)
-    assert (job.data.source, job.data.path, job.data.sequence_length) == (None, "book.txt", 256)
+    assert (job.data.source, job.data.path, job.data.options.sequence_length) == (None, ("book.txt",), 256)
 
 
 def test_a_recipe_of_the_user_is_a_path(mine: Path) -> None:
@@ -228,8 +230,8 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("model.config=null", "neither model.path nor model.config is set: write model.path=PATH or choose a model=NAME."),
         ("model.config.model_type=null", "model.config has no model_type"),
         ("data.source=wiki", "data.source is 'wiki', and it must be one of python_docs, stdlib_docstrings."),
-        ("data={source: stdlib_docstrings, eval_path: x}", "data.eval_path is x, and data.source stdlib_docstrings has"),
-        ("data.path=x", "data.source and data.path are both set, and only one can hold: set the other to null."),
+        ("data={source: stdlib_docstrings, eval_path: x}", "data.eval_path is x, and data.source stdlib_docstrings holds out"),
+        ("data.path=x", "data.path is 'x', and it must be a file or folder that exists, a pattern, or hub:NAME."),
         ("data.sequence_length=1", "data.sequence_length is 1, and it must be 2 or more tokens."),
         ("data.held_out=1", "data.held_out is 1.0, and it must be from 0 (evaluate on nothing) to 0.5."),
         ("data.tokenizer.train_vocab_size=100", "data.tokenizer.train_vocab_size is 100, and it must be 259 or more, or null."),
@@ -264,8 +266,9 @@ def test_a_length_given_here_takes_the_place_of_the_recipes() -> None:
 def test_text_that_is_not_there_is_refused_before_torch_is_loaded(
     ran: list[tuple[Settings, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data=text", "data.path=nowhere.txt"]) == 2
-    assert capsys.readouterr().err == "memtrain: data.path is 'nowhere.txt', and it must be a file or folder that exists.\n"
+    assert main(["data.path=nowhere.txt"]) == 2
+    refused = "memtrain: data.path is 'nowhere.txt', and it must be a file or folder that exists, a pattern, or hub:NAME.\n"
+    assert capsys.readouterr().err == refused
     assert ran == []
 
 
@@ -275,7 +278,7 @@ def test_text_that_is_not_there_is_refused_before_torch_is_loaded(
         ("stepz: 3", "there is no key 'stepz': did you mean steps?"),
         ("steps: x", "steps is 'x', and it must be a whole number."),
         ("plan: 3", "Merge error: int is not a subclass of PlanSchema"),
-        ("schedule: cosin", "schedule is 'cosin', and it must be one of constant, cosine."),
+        ("schedule: cosin", "schedule is 'cosin', and it must be one of constant, cosine, linear."),
         ("schedule: {final_fracton: 1}", "there is no key 'schedule.final_fracton': did you mean schedule.final_fraction?"),
         ("defaults: [override /modl: x]", "Could not override 'modl'. No match in the defaults list."),
         (

@@ -17,7 +17,7 @@ from test_recovery import trainer
 from test_resume import losses
 
 from memtrain import checkpoint_writer, machine
-from memtrain import trainer as trainer_module
+from memtrain import course as course_module
 from memtrain.checkpoint import Checkpoint, NotWritten, latest, read
 from memtrain.job import Budget, Job, Limit
 from memtrain.keeper import Keeper
@@ -103,14 +103,14 @@ def test_a_stop_in_an_evaluation_does_not_keep_its_checkpoint_from_being_the_bes
 ) -> None:
     real, evaluations = Loop.evaluate, 0
 
-    def evaluate(self: Loop) -> float:
+    def evaluate(self: Loop) -> dict[str, float]:
         nonlocal evaluations
         evaluations += 1
         # The second is that after step 2; a run asks before each batch.
         if evaluations == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         # Each is worse than the one before.
-        return real(self) + evaluations
+        return {"eval_loss": real(self)["eval_loss"] + evaluations}
 
     monkeypatch.setattr(Loop, "evaluate", evaluate)
     given: dict[str, Any] = {"evaluate_every": 2, "keep_checkpoints": 1, "steps": 4}
@@ -206,7 +206,7 @@ def test_a_comparison_that_cannot_be_written_is_told_and_the_result_is_there(
 
 
 def test_the_time_that_a_stop_may_take_reaches_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seconds = trainer_module.listen, []
+    real, seconds = course_module.listen, []
 
     @contextmanager
     def listen(stop_seconds: float | None, tell: Any) -> Iterator[Any]:
@@ -214,7 +214,7 @@ def test_the_time_that_a_stop_may_take_reaches_the_signals(monkeypatch: pytest.M
         with real(stop_seconds, tell) as requests:
             yield requests
 
-    monkeypatch.setattr(trainer_module, "listen", listen)
+    monkeypatch.setattr(course_module, "listen", listen)
     trainer(steps=1, stop_seconds=12.5).train()
     assert seconds == [12.5]
 
@@ -224,10 +224,10 @@ def test_copies_of_a_checkpoint_get_the_memory_of_the_host_that_a_plan_for_a_car
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    monkeypatch.setattr(trainer_module, "Keeper", lambda *_, **named: given.append(named["copy_bytes"]))
+    monkeypatch.setattr(course_module, "Keeper", lambda *_, **named: given.append(named["copy_bytes"]))
     budget = Budget(limits=(Limit("asked for", 2**30),), host_limits=(Limit("asked for", 2**33),))
     run = trainer(device=machine.named(device), budget=budget)
-    run._keeper(lambda _: None)
+    run._course.keeper(run.choice, lambda _: None)
     left = 2**33 - run.choice.footprint.host_bytes
     assert given == [0 if device == "cpu" else left]
     assert left > 0
@@ -236,7 +236,7 @@ def test_copies_of_a_checkpoint_get_the_memory_of_the_host_that_a_plan_for_a_car
 def test_a_trainer_that_goes_on_evaluates_its_checkpoint(tmp_path: Path) -> None:
     result = trainer(tmp_path / "run", steps=2).train()
     first, last = (loss for _, loss in result.evaluations)
-    assert trainer(tmp_path / "run", steps=2).evaluate() == last != first
+    assert trainer(tmp_path / "run", steps=2).evaluate()["eval_loss"] == last != first
 
 
 # ---------------------------------------------------------------------- the folder

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from toys import BYTES
 
+from memtrain.data.options import DataOptions
 from memtrain.data.rows import Rows
 from memtrain.device import Cpu
-from memtrain.inputs import check_module, load_tokenizer, rows_of
+from memtrain.inputs import Reader, check_module, load_tokenizer
 from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
 from memtrain.precision import Bf16, Fp32
 
@@ -37,8 +38,8 @@ def text(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def rows(data: Any, model: ModelSource, *, tokenizer: Any = BYTES, sequence_length: int | None = None) -> Rows:
-    return rows_of(data, "data", model, tokenizer, sequence_length)
+def rows(data: Any, model: ModelSource, *, tokenizer: Any = BYTES, what: str = "data", **options: Any) -> Rows:
+    return Reader(model, tokenizer, DataOptions(**options)).read(data, what).rows
 
 
 @pytest.mark.parametrize("as_given", [str, Path], ids=["text", "path"])
@@ -67,12 +68,12 @@ def test_rows_are_taken_as_given() -> None:
 def test_text_without_a_tokenizer_is_refused(text: Path) -> None:
     expected = "eval_data is text, and GPT2LMHeadModel brings no tokenizer to read it with: give tokenizer."
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        rows_of(text, "eval_data", model_of(), None, None)
+        rows(text, model_of(), tokenizer=None, what="eval_data")
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_by_the_name_of_the_argument() -> None:
     with pytest.raises(ValueError, match="there is no row in eval_data"):
-        rows_of([], "eval_data", model_of(), None, None)
+        rows([], model_of(), what="eval_data")
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:

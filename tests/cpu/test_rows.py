@@ -256,7 +256,8 @@ def test_each_epoch_sees_every_row_exactly_once_and_ends_with_a_short_step(
         steps = [run.indices(epoch * in_epoch + step) for step in range(in_epoch)]
         assert [len(step) for step in steps[:-1]] == [global_batch_size] * (in_epoch - 1)
         assert sorted(index for step in steps for index in step) == list(range(count))
-        assert run.seen((epoch + 1) * in_epoch) == (epoch + 1, 2 * (epoch + 1) * count)
+        done = (epoch + 1) * in_epoch
+        assert (run.epoch(done), run.seen(done)) == (epoch + 1, 2 * (epoch + 1) * count)
 
 
 @given(**sizes)

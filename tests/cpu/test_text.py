@@ -2,92 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import BYTES
 
-from memtrain.data.text import hold_out, python_documentation, read_documents
+from memtrain.data.text import hold_out, python_documentation
 from memtrain.data.tokenizer import train_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------- text
-
-
-def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path: Path) -> None:
-    file = tmp_path / "notes.rst"
-    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo \xe2\x82\xac\n")
-    assert read_documents(file) == ["one\r\ntwo €\n"]
-
-
-def test_a_folder_gives_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.md", "c/d.TXT", "c/rows.jsonl", "c/picture.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert read_documents(tmp_path) == ["a.md", "b.txt", "c/d.TXT"]
-
-
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.txt does not exist: give the path of a \.txt or \.md file"):
-        read_documents(tmp_path / "gone.txt")
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "secret.txt").write_text("text")
-
-    def refuse(file: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=r"secret\.txt cannot be read \(Permission denied\): allow reading it"):
-        read_documents(tmp_path)
-
-
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "locked").mkdir()
-    scandir = os.scandir
-
-    def refuse(folder: Any) -> Any:
-        if str(folder).endswith("locked"):
-            raise PermissionError(13, "Permission denied", str(folder))
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
-        read_documents(tmp_path)
-
-
-def test_bytes_that_are_not_utf8_are_named_by_line_and_offset(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
-    with pytest.raises(ValueError, match=r"latin\.txt, line 3, is not UTF-8 \(byte 0xe9 at offset 11\): convert"):
-        read_documents(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "state"),
-    [(b"", "is empty"), (b"\xef\xbb\xbf", "is empty"), (b" \n\t\r\n", "holds only white space")],
-)
-def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, state: str) -> None:
-    (tmp_path / "blank.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"blank\.txt {state}, and a document must have text"):
-        read_documents(tmp_path / "blank.txt")
-
-
-def test_a_folder_without_text_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"is a folder without \.txt or \.md files, and only plain UTF-8 text is read"):
-        read_documents(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.CSV", "a.parquet", "a.arrow", "a.txt.gz"])
-def test_other_formats_are_refused_with_what_is_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("text")
-    with pytest.raises(ValueError, match=rf"is a {Path(name).suffix.lower()} file, and only plain UTF-8 text is read"):
-        read_documents(tmp_path / name)
 
 
 def test_the_documentation_of_python_is_text_enough_to_train_on() -> None:

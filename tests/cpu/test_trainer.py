@@ -76,9 +76,9 @@ def test_the_run_folder_holds_the_plan_the_metrics_and_a_model_that_reloads(tmp_
     )
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert written == list(result.metrics)
-    assert written[0].keys() == {"step", "eval_loss"}
+    assert written[0].keys() == {"step", "epoch", "eval_loss", "eval_perplexity"}
     assert {"step", "loss", "tokens_per_second", "learning_rate"} <= written[-2].keys()
-    assert written[-1].keys() == {"step", "eval_loss"}
+    assert written[-1].keys() == {"step", "epoch", "eval_loss", "eval_perplexity"}
     assert json.loads((folder / "comparison.json").read_text())["measured"]["peak_allocated_bytes"] > 0
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
@@ -86,7 +86,7 @@ def test_the_run_folder_holds_the_plan_the_metrics_and_a_model_that_reloads(tmp_
 
     reloaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     again = trainer(model=reloaded, data=rows(8, 64), eval_data=rows(3, 64))
-    assert again.evaluate() == pytest.approx(result.evaluations[-1][1], abs=1e-6)
+    assert again.evaluate()["eval_loss"] == pytest.approx(result.evaluations[-1][1], abs=1e-6)
     assert AutoTokenizer.from_pretrained(folder / "model").encode("fox") == BYTES.encode("fox")
 
 
@@ -244,7 +244,7 @@ def test_evaluation_rows_may_be_longer_than_the_training_rows_and_their_memory_i
             "device is 'cuda', and it must be a Device: take memtrain.machine.named\\(NAME\\), or leave it out",
         ),
         ({"optimizer": "adamw"}, "optimizer is 'adamw', and it must be an AdamW of memtrain"),
-        ({"schedule": "cosine"}, "schedule is 'cosine', and it must be a Constant or a Cosine of memtrain"),
+        ({"schedule": "cosine"}, "schedule is 'cosine', and it must be a Constant, a Cosine or a Linear of memtrain"),
         ({"constraints": "keep"}, "constraints are 'keep', and they must map plan fields to values"),
         ({"data": "/nowhere"}, "/nowhere does not exist"),
         ({"seed": -1}, "seed is -1, and it must be a whole number from 0 to 4294967295."),
