@@ -50,7 +50,7 @@ examples:
   python -m memtrain mode=plan budget=300MiB              choose a plan, explain it and stop
   python -m memtrain mode=optimizers model=llama2_7b      what each optimizer takes of memory
   python -m memtrain recipe=./mine.yaml steps=500         a recipe of your own
-  python -m memtrain data=text data.path=book.txt         your own text
+  python -m memtrain data.path=book.txt                   your own text
   python -m memtrain recipe=7b_24gb mode=plan             plan for a card that need not be here
   python -m memtrain plan.activations=recompute plan.activations.every=2
   python -m memtrain -m budget=200MiB,400MiB              two jobs, one after another\

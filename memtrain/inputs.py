@@ -131,7 +131,8 @@ class Reader:
     def _packed(self, store: RaggedRows, what: str, length: int) -> RowSet:
         rows = PackedRows(store, length, self._padding())
         self.said.append(f"{what}: {len(store)} rows are packed into {len(rows)} of {length} tokens, {rows.filled:.1%} filled.")
-        return replace(alike(rows, what), lengths=rows.lengths, packed=True)
+        known = f"{len(rows)} rows ({rows.digest[:8]})"
+        return replace(alike(rows, what), lengths=rows.lengths, packed=True, fingerprint=known)
 
     def _masking(self) -> Masking:
         tokenizer = self._tokenizer

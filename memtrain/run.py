@@ -28,6 +28,7 @@ from memtrain.features.lion import lion
 from memtrain.features.loss_scale import loss_factor, loss_scaler, no_scaler, update_unscaled
 from memtrain.features.muon import muon
 from memtrain.features.optimizers import adafactor, adam, adamw, sgd
+from memtrain.features.packed_flash import separate_rows_
 from memtrain.features.recompute import recompute_blocks_, recompute_first_, recompute_selectively_
 from memtrain.features.update import Update, nothing_left, step_one_by_one, update_after_backward, update_during_backward_
 from memtrain.features.wide_update import wide_step
@@ -203,7 +204,10 @@ def _set_attention_(attention: Attention, model: nn.Module) -> Callable[[], None
         case Sdpa():
             return set_attention_(model, "sdpa")
         case FlashAttention():
-            return set_attention_(model, "flash_attention")
+            undo = ExitStack()
+            undo.callback(set_attention_(model, "flash_attention"))
+            undo.callback(separate_rows_(model))
+            return undo.close
 
 
 def _recompute_(activations: Activations, model: nn.Module) -> Callable[[], None]:

@@ -22,11 +22,11 @@ from memtrain.measure import meter
 from memtrain.models.build import FromModule, ModelSource
 from memtrain.models.load import load_model
 from memtrain.models.objective import check_suits
-from memtrain.models.packed import check_can_pack, check_separates
+from memtrain.models.packed import check_packable, check_separates
 from memtrain.models.quantize import move_unpacked_
 from memtrain.models.save import no_progress_bars
 from memtrain.models.tasks import task_of
-from memtrain.plan import FlashAttention, OnHost, Plan, ranks_of
+from memtrain.plan import OnHost, Plan, ranks_of
 from memtrain.planner.choice import Choice
 from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
@@ -90,7 +90,7 @@ class Session:
             allocator=machine.allocator_settings(),
         )
         if given.rows.packed:
-            check_can_pack(predictor.model)
+            check_packable(predictor.model)
         check_suits(predictor.model, given.rows.rows, given.rows.what)
         if given.eval_rows is not None:
             check_alike(given.eval_rows, given.rows)
@@ -187,10 +187,6 @@ class Session:
         model = self.model
         self.run = prepare(self.given.job, self.plan_in_force, model)
         if self.given.rows.packed:
-            if isinstance(self.plan_in_force.attention, FlashAttention):
-                raise ValueError(
-                    "packing is true, and flash_attention would let the rows of several packs see each other: set attention to sdpa."
-                )
             check_separates(self.run.model)
         return self._loop(self.run, batches, first, ask, tell)
 

@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, Self
 
@@ -38,10 +39,8 @@ class _Column:
     ends: Any
 
     def row(self, index: int) -> torch.Tensor:
-        dtype = np.float32 if self.values.dtype == np.float32 else np.int64
-        if self.ends is None:
-            return torch.tensor(self.values[index].item(), dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
-        return torch.from_numpy(self.values[self.ends[index] : self.ends[index + 1]].astype(dtype))
+        found = self.values[index] if self.ends is None else self.values[self.ends[index] : self.ends[index + 1]]
+        return torch.from_numpy(np.array(found, dtype=np.float32 if self.values.dtype == np.float32 else np.int64))
 
     @property
     def longest(self) -> int | None:
@@ -86,13 +85,20 @@ class _Gathering:
             self._write()
 
     def _write(self) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="memtrain-rows-")  # noqa: SIM115, it is open as long as the rows live
         self._digest.update(self._waiting)
-        self._waiting.tofile(self._file)
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="memtrain-rows-")  # noqa: SIM115, it is closed when it is mapped
+            self._file.write(self._waiting)
+            self._file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"the rows do not fit into the folder of temporary files, {tempfile.gettempdir()} ({error}): make room there, or set "
+                "TMPDIR to a folder that has it."
+            ) from error
         del self._waiting[:]
 
-    def close(self) -> tuple[_Column, str]:
+    def complete(self) -> tuple[_Column, str]:
         """The column, which is complete, and a digest of it."""
         dtype = np.dtype(np.float32 if self._typecode == "f" else np.int32)
         if self._file is None:
@@ -100,14 +106,18 @@ class _Gathering:
             values = np.frombuffer(self._waiting, dtype=dtype)
         else:
             self._write()
-            self._file.flush()
-            # The mapping outlives the file that it was made of.
             values = np.memmap(self._file, dtype=dtype, mode="r")
-            self._file.close()
         self._digest.update(dtype.name.encode())
         self._digest.update(self._ends)
         ends = None if self._is_scalar else np.frombuffer(self._ends, dtype=np.int64)
         return _Column(values, ends), self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the file; what is mapped of it stays."""
+        if self._file is not None:
+            # On a full disk it fails a second time, as it tries again to write what is left.
+            with suppress(OSError):
+                self._file.close()
 
 
 class RaggedRows(Dataset[Batch]):
@@ -134,24 +144,23 @@ class RaggedRows(Dataset[Batch]):
         """Keep examples, read one at a time: column to numbers, or to one number.
 
         Raises:
-            ValueError: an example has other columns than the first, or numbers of another kind in one.
+            ValueError: an example has other columns than the first, or numbers of another kind in one; or the disk is full.
         """
         columns: dict[str, _Gathering] = {}
         count = 0
-        for row, example in enumerate(examples):
-            if not columns:
-                share = _IN_MEMORY_BYTES // max(1, len(example))
-                columns = {name: _Gathering(name, value, share) for name, value in example.items()}
-            for name in sorted(example.keys() ^ columns.keys()):
-                here, there = ("no", "one") if name in columns else ("a", "none")
-                raise ValueError(
-                    f"row {row} has {here} column {name!r} where row 0 has {there}, and rows must be alike: give every row the same "
-                    "columns."
-                )
-            for name, value in example.items():
-                columns[name].add(value, row)
-            count = row + 1
-        complete = {name: column.close() for name, column in columns.items()}
+        try:
+            for row, example in enumerate(examples):
+                if not columns:
+                    share = _IN_MEMORY_BYTES // max(1, len(example))
+                    columns = {name: _Gathering(name, value, share) for name, value in example.items()}
+                _check_columns(example, columns, row)
+                for name, value in example.items():
+                    columns[name].add(value, row)
+                count = row + 1
+            complete = {name: column.complete() for name, column in columns.items()}
+        finally:
+            for column in columns.values():
+                column.close()
         digests = " ".join(digest for _, (_, digest) in sorted(complete.items()))
         digest = hashlib.sha256(f"{count} {digests}".encode()).hexdigest()[:16]
         return cls({name: column for name, (column, _) in complete.items()}, count, digest)
@@ -168,3 +177,11 @@ class RaggedRows(Dataset[Batch]):
         """How many numbers each row has in a column of sequences, int64 of shape (rows,)."""
         lengths: Lengths = np.diff(self._columns[column].ends)
         return lengths
+
+
+def _check_columns(example: Mapping[str, Numbers], columns: Mapping[str, object], row: int) -> None:
+    for name in sorted(example.keys() ^ columns.keys()):
+        here, there = ("no", "one") if name in columns else ("a", "none")
+        raise ValueError(
+            f"row {row} has {here} column {name!r} where row 0 has {there}, and rows must be alike: give every row the same columns."
+        )

@@ -123,7 +123,7 @@ def test_weights_may_come_from_a_path_and_the_architecture_from_a_configuration(
 
 def test_a_plan_needs_no_text_and_no_tokenizer() -> None:
     job = one("data=none", "mode=plan", "data.tokenizer.train_vocab_size=null")
-    assert (job.data.source, job.data.path, job.data.sequence_length) == (None, None, 256)
+    assert (job.data.source, job.data.path, job.data.options.sequence_length) == (None, (), 256)
 
 
 def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
@@ -137,8 +137,8 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
     assert job.model.path == "meta-llama/Llama-2-7b-hf"
     assert job.model.config is not None
     assert (job.model.config["num_hidden_layers"], job.model.config["rms_norm_eps"]) == (32, 1e-5)
-    trained = one("recipe=7b_24gb", "data=text", "data.path=book.txt")
-    assert (trained.data.path, trained.data.sequence_length) == ("book.txt", 2048)
+    trained = one("recipe=7b_24gb", "data.path=book.txt")
+    assert (trained.data.path, trained.data.options.sequence_length) == (("book.txt",), 2048)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_recipe_that_names_an_unknown_device_is_told_the_nearest(mine: Path, c
         ),
         (
             "data=none",
-            "neither data.source nor data.path is set: write data=text data.path=PATH or choose data=python_docs, "
+            "neither data.source nor data.path is set: write data.path=PATH or choose data=python_docs, "
             "or only plan with mode=plan.",
         ),
     ],

@@ -1,219 +1,240 @@
-"""Rows of unequal length, padded or packed, train what each trains alone."""
+"""Packing: every token once, as few packs as best-fit finds, and rows that do not see each other."""
 
 from __future__ import annotations
 
-import pickle
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from packed_models import CONFIGS, NOT_TOLD, attend_with, model_of
+from torch import Tensor, nn
 
-from memtrain.data.masking import Masking
 from memtrain.data.packing import PackedRows, best_fit_decreasing
-from memtrain.data.padding import Padded
 from memtrain.data.rows import IGNORED
-from memtrain.data.sets import padded, tensors
 from memtrain.data.store import RaggedRows
-from memtrain.models.packed import check_can_pack, check_separates
+from memtrain.features.packed_flash import separate_rows_
+from memtrain.features.recompute import recompute_blocks_
+from memtrain.models.blocks import blocks
+from memtrain.models.objective import objective
 
-PAD = 0
-
-
-def rows_of(*lengths: int) -> RaggedRows:
-    generator = torch.Generator().manual_seed(0)
-    made = [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
-    return RaggedRows.of([{"input_ids": ids, "labels": ids} for ids in made])
+PAD = 90
 
 
-def llama(attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=96, attn_implementation=attention, use_cache=False, **shape))
-
-
-def gpt2(attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False)
-    return GPT2LMHeadModel._from_config(config, attn_implementation=attention)
-
-
-# ---------------------------------------------------------------------- the store
-
-
-def test_rows_come_back_as_they_were_kept() -> None:
-    rows = RaggedRows.of([{"input_ids": [1, 2, 3], "labels": 1, "w": [0.5]}, {"input_ids": [4], "labels": 0, "w": [1.5, 2.0]}])
-    assert [rows[0]["input_ids"].tolist(), rows[1]["input_ids"].tolist()] == [[1, 2, 3], [4]]
-    assert (rows[0]["labels"].item(), rows[0]["labels"].shape, rows[1]["w"].tolist()) == (1, (), [1.5, 2.0])
-    assert (rows.lengths.tolist(), rows.longest) == ([3, 1], {"input_ids": 3, "labels": None, "w": 2})
-    with pytest.raises(IndexError):
-        rows[2]
-
-
-def test_what_is_more_than_memory_goes_to_the_disk_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_memory = rows_of(3, 50, 7)
-    monkeypatch.setattr("memtrain.data.store._IN_MEMORY_BYTES", 64)
-    on_disk = rows_of(3, 50, 7)
-    assert on_disk.digest == in_memory.digest != rows_of(3, 50, 8).digest
-    assert all(torch.equal(on_disk[row]["labels"], in_memory[row]["labels"]) for row in range(3))
-
-
-def test_rows_of_other_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="row 1 has no column 'input_ids' where row 0 has one, and rows must be alike"):
-        RaggedRows.of([{"input_ids": [1]}, {"labels": [1]}])
-
-
-def test_rows_are_sent_to_other_processes() -> None:
-    assert pickle.loads(pickle.dumps(rows_of(2, 5))).digest == rows_of(2, 5).digest
-
-
-# ---------------------------------------------------------------------- packing
-
-
-@settings(derandomize=True, max_examples=50)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-def test_every_row_is_packed_once_and_no_pack_is_too_full(lengths: list[int]) -> None:
-    packs = best_fit_decreasing(lengths, 20)
-    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
-    assert all(sum(lengths[row] for row in pack) <= 20 for pack in packs)
-    # Any two packs hold more than one would: else the second row would have gone into the first.
-    full = sorted(sum(lengths[row] for row in pack) for pack in packs)
-    assert len(full) < 2 or full[0] + full[1] > 20
-
-
-@pytest.mark.parametrize(("capacity", "packs"), [(16, [[2, 1, 0]]), (8, [[2, 0], [1]])])
-def test_three_rows_in_packs_of_16_and_of_8(capacity: int, packs: list[list[int]]) -> None:
-    packed = PackedRows(rows_of(3, 4, 5), capacity, PAD)
-    assert packed.packs == packs
-    assert sum(packed.lengths) == 12
-    assert packed[0]["labels"].tolist().count(IGNORED) == capacity - packed.lengths[0] + len(packs[0])
-    assert packed[len(packs) - 1]["position_ids"][-1] == {16: 3, 8: 3}[capacity]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_packed_rows_have_the_logits_loss_and_gradient_that_each_has_alone(build: Any, attention: str) -> None:
-    rows, model = rows_of(9, 5, 12, 7), build(attention).eval()
-    packed = PackedRows(rows, 24, PAD)
-    batch = {name: torch.stack([packed[0][name], packed[1][name]]) for name in packed[0]}
-    found = model(**batch)
-    found.loss.backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    total, counted = torch.zeros(()), 0
-    for number, pack in enumerate(packed.packs):
-        start = 0
-        for row in pack:
-            ids = rows[row]["input_ids"]
-            logits = model(input_ids=ids[None]).logits[0]
-            torch.testing.assert_close(found.logits[number, start : start + len(ids)], logits, rtol=1e-5, atol=1e-5)
-            total = total + nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
-            start, counted = start + len(ids), counted + len(ids) - 1
-    torch.testing.assert_close(found.loss, total / counted)
-    (total / counted).backward()
-    for parameter, packed_gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(packed_gradient, parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_a_model_that_keeps_rows_apart_passes(build: Any) -> None:
-    model = build().train()
-    check_can_pack(model)
-    check_separates(model)
-    assert model.training
-
-
-def test_a_model_that_lets_rows_see_each_other_is_refused() -> None:
-    model = llama()
-    real = model.forward
-    # As with a cache or a mask, transformers then does not look at the positions.
-    model.forward = lambda **given: real(**given, attention_mask=torch.ones_like(given["input_ids"]))
-    with pytest.raises(ValueError, match="in LlamaForCausalLM packed rows see each other"):
-        check_separates(model)
-
-
-def test_models_that_cannot_be_packed_are_refused_without_running_them() -> None:
-    bert = BertForMaskedLM(
-        BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+def stored(lengths: Sequence[int]) -> RaggedRows:
+    """Rows of distinct numbers, each label 1000 above its token."""
+    starts = np.cumsum([0, *lengths])
+    return RaggedRows.of(
+        {"input_ids": [*range(start, stop)], "labels": [*range(1000 + start, 1000 + stop)]}
+        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     )
-    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model: set packing to false"):
-        check_can_pack(bert)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2))
-    with pytest.raises(ValueError, match="MambaForCausalLM takes no position_ids"):
-        check_can_pack(mamba)
 
 
-# ---------------------------------------------------------------------- padding
+# ---------------------------------------------------------------------- which rows go together
 
 
-def test_a_batch_is_as_long_as_its_longest_row_in_eights_and_never_longer_than_any() -> None:
-    made = padded(rows_of(3, 9, 20), "data", pad_token_id=PAD, mask=True)
-    short, long = ([(number, made.row(number)) for number in numbers] for numbers in ((0, 1), (0, 2)))
-    assert made.batch(short)["input_ids"].shape == (2, 16)
-    assert made.batch(long)["input_ids"].shape == made.largest([0, 1])["input_ids"].shape == (2, 20)
-    assert made.batch(short)["attention_mask"].sum(1).tolist() == [3, 9]
-    assert made.batch(short)["labels"][0, 3:].unique().tolist() == [IGNORED]
-    assert (made.shapes["attention_mask"], made.longest, made.tokens([0, 2])) == (((20,), torch.int64), (2,), 23)
+def test_rows_that_fit_into_one_pack_are_one() -> None:
+    assert best_fit_decreasing([3, 4, 5], 16) == [[2, 1, 0]]
 
 
-def test_padding_changes_no_loss_of_a_model_that_reads_one_text_and_writes_another() -> None:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=100, dropout_rate=0.0, **shape))
-    rows = RaggedRows.of([{"input_ids": [5] * 5, "labels": [7, 8, 9]}, {"input_ids": list(range(3, 12)), "labels": [4] * 8}])
-    made = padded(rows, "data", pad_token_id=PAD, mask=True)
-    alone = [made.batch([(number, made.row(number))]) for number in (0, 1)]
-    both = made.batch([(number, made.row(number)) for number in (0, 1)])
-    one, other = (model(**batch).loss for batch in alone)
-    torch.testing.assert_close(model(**both).loss, (3 * one + 8 * other) / 11)
+def test_a_row_goes_where_it_leaves_the_least_room() -> None:
+    assert best_fit_decreasing([3, 4, 5], 8) == [[2, 0], [1]]
+    # 7 leaves 3 and 6 leaves 4: the 3 goes to the 7, the 4 to the 6.
+    assert best_fit_decreasing([3, 7, 4, 6], 10) == [[1, 0], [3, 2]]
 
 
-def test_rows_of_tensors_are_padded_where_only_their_lengths_differ() -> None:
-    rows = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 5)]
-    made = tensors(rows, "data", pad_token_id=9, mask=False)
-    assert made.batch([(0, rows[0]), (1, rows[1])])["input_ids"].tolist() == [[0, 1, 9, 9, 9], [0, 1, 2, 3, 4]]
-    with pytest.raises(ValueError, match="data has rows of unequal length, and nothing says with which token"):
-        tensors(rows, "data", pad_token_id=None, mask=False)
-    with pytest.raises(ValueError, match="'pixels' has rows of unequal length, and nothing says with what it is filled up"):
-        Padded(values={}, limits={"pixels": 3})
+def test_no_rows_are_no_packs() -> None:
+    assert best_fit_decreasing([], 8) == []
 
 
-# ---------------------------------------------------------------------- masking
+@pytest.mark.parametrize("lengths", [[9], [0], [3, 9]])
+def test_a_row_that_fits_into_no_pack_is_a_fault_of_the_caller(lengths: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        best_fit_decreasing(lengths, 8)
 
 
-def test_tokens_are_masked_anew_in_each_step_and_the_same_when_it_is_taken_again() -> None:
-    masking = Masking(mask_token_id=1, vocab_size=90, kept=frozenset({2}), seed=0)
-    ids = torch.tensor([2, *range(10, 210), 2])
-    row = {"input_ids": ids, "labels": ids}
-    first, again, next_step = masking(row, 0, 0), masking(row, 0, 0), masking(row, 0, 1)
-    assert torch.equal(first["input_ids"], again["input_ids"])
-    assert not torch.equal(first["labels"], next_step["labels"])
-    learnt = first["labels"] != IGNORED
-    assert torch.equal(first["labels"][learnt], ids[learnt])
-    assert 15 <= int(learnt.sum()) <= 50
-    assert not learnt[[0, -1]].any()
-    shares = np.array([int((first["input_ids"][learnt] == 1).sum()), int((first["input_ids"][learnt] == ids[learnt]).sum())])
-    assert (shares / int(learnt.sum())).round(1).tolist()[0] == pytest.approx(0.8, abs=0.15)
-    assert torch.equal(first["input_ids"][~learnt], ids[~learnt])
+@given(st.integers(1, 40).flatmap(lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity)))))
+def test_every_row_is_in_one_pack_and_no_two_packs_would_fit_into_one(found: tuple[int, list[int]]) -> None:
+    capacity, lengths = found
+    packs = best_fit_decreasing(lengths, capacity)
+    assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
+    filled = sorted(sum(lengths[number] for number in pack) for pack in packs)
+    assert all(tokens <= capacity for tokens in filled)
+    assert len(filled) < 2 or filled[0] + filled[1] > capacity
 
 
-def test_at_least_one_token_of_a_row_is_masked() -> None:
-    masking = Masking(mask_token_id=1, vocab_size=90, kept=frozenset({2}), seed=0)
-    ids = torch.tensor([2, 10, 2])
-    for step in range(20):
-        assert masking({"input_ids": ids, "labels": ids}, 3, step)["labels"].tolist() == [IGNORED, 10, IGNORED]
+# ---------------------------------------------------------------------- what a pack holds
+
+
+def test_positions_begin_anew_and_no_row_predicts_the_next() -> None:
+    rows = PackedRows(stored([2, 3]), 8, PAD)
+    assert {name: tensor.tolist() for name, tensor in rows[0].items()} == {
+        "input_ids": [2, 3, 4, 0, 1, PAD, PAD, PAD],
+        "labels": [IGNORED, 1003, 1004, IGNORED, 1001, IGNORED, IGNORED, IGNORED],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1, 2],
+    }
+    assert (len(rows), rows.tokens(0), rows.filled) == (1, 5, 5 / 8)
+
+
+def test_the_pack_with_the_most_rows_is_known_its_padding_counted() -> None:
+    # 6 + 2, 5 + 3, and 4 + 1 + 1 with two of padding.
+    lengths = [6, 5, 4, 3, 2, 1, 1]
+    rows = PackedRows(stored(lengths), 8, PAD)
+    assert [[lengths[number] for number in pack] for pack in rows.packs] == [[6, 2], [5, 3], [4, 1, 1]]
+    assert rows.most_rows == 2
+    assert PackedRows(stored([8, 7]), 8, PAD).most_rows == 1
+    assert PackedRows(stored([]), 8, PAD).most_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "tokens"),
+    [([3, 4, 5], 16, [12]), ([3, 4, 5], 8, [8, 4]), ([8, 8, 4], 8, [8, 8, 4]), ([8], 8, [8]), ([1], 8, [1]), ([], 8, [])],
+)
+def test_the_length_is_that_of_the_packs_and_a_few_tokens_are_one(lengths: list[int], capacity: int, tokens: list[int]) -> None:
+    """Rows of 20 tokens in packs of 8 come split, as 8, 8 and 4, or truncated, as 8."""
+    rows = PackedRows(stored(lengths), capacity, PAD)
+    assert len(rows) == len(tokens)
+    assert [rows.tokens(number) for number in range(len(rows))] == rows.lengths.tolist() == tokens
+    assert sum(int((rows[number]["input_ids"] == PAD).sum()) for number in range(len(rows))) == len(rows) * capacity - sum(
+        tokens
+    )
+
+
+@given(
+    st.integers(1, 24).flatmap(lambda capacity: st.tuples(st.just(capacity), st.lists(st.integers(1, capacity), max_size=12)))
+)
+def test_every_token_is_there_once_with_the_label_and_the_position_that_it_has_alone(found: tuple[int, list[int]]) -> None:
+    capacity, lengths = found
+    rows, packed = stored(lengths), PackedRows(stored(lengths), capacity, 2000)
+    seen = {}
+    for number in range(len(packed)):
+        pack = {name: tensor.tolist() for name, tensor in packed[number].items()}
+        assert all(len(values) == capacity for values in pack.values())
+        for token, label, position in zip(pack["input_ids"], pack["labels"], pack["position_ids"], strict=True):
+            if token == 2000:
+                assert label == IGNORED
+            else:
+                assert token not in seen
+                seen[token] = label, position
+    for number in range(len(rows)):
+        for position, token in enumerate(rows[number]["input_ids"].tolist()):
+            assert seen.pop(token) == (1000 + token if position else IGNORED, position)
+    assert seen == {}
+
+
+def test_the_digest_is_that_of_the_rows_and_of_the_length() -> None:
+    found = {PackedRows(stored(lengths), capacity, PAD).digest for lengths in ([3, 4], [4, 3]) for capacity in (8, 16)}
+    assert len(found) == 4
+    assert PackedRows(stored([3, 4]), 8, PAD).digest in found
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_number_without_a_pack_is_refused(index: int) -> None:
+    with pytest.raises(IndexError, match=f"^pack {index} of 2$"):
+        PackedRows(stored([3, 4, 5]), 8, PAD)[index]
+
+
+# ---------------------------------------------------------------------- what it does to a loss
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+# One of each way to count positions and to look back: turned, learnt, over a window, with experts.
+KINDS = ("llama", "gpt2", "gemma3_text", "mixtral")
+PAIRS = [(kind, attention) for kind in KINDS for attention in ATTENTION if (kind, attention) not in NOT_TOLD]
+
+
+def texts(lengths: Sequence[int]) -> RaggedRows:
+    generator = np.random.default_rng(0)
+    return RaggedRows.of(
+        {"input_ids": (ids := generator.integers(3, 96, length).tolist()), "labels": [IGNORED, IGNORED, *ids[2:]]}
+        for length in lengths
+    )
+
+
+def stack(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def summed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, int, list[Tensor]]:
+    """The summed loss of a batch, over how many labels, and its gradients."""
+    what = objective(model)
+    model.zero_grad()
+    count = what.count(batch)
+    loss = what.loss(model, batch) * count
+    loss.backward()
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in model.parameters()]
+    return loss.item(), int(count), gradients
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize(("kind", "attention"), PAIRS)
+def test_loss_and_gradients_of_packed_rows_are_those_of_each_alone(
+    kind: str, attention: str, micro_batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attend_with(model_of(kind), attention, monkeypatch).train()
+    rows = texts([9, 14, 11, 5, 16, 3])
+    packed = PackedRows(rows, 24, PAD)
+    alone = [summed(model, stack([rows[number]])) for number in range(len(rows))]
+    separate_rows_(model)
+    packs = [packed[number] for number in range(len(packed))]
+    batches = [stack(packs[start : start + micro_batch_size]) for start in range(0, len(packs), micro_batch_size)]
+    for undo in (lambda: None, recompute_blocks_(list(blocks(model).values()))):
+        together = [summed(model, batch) for batch in batches]
+        assert sum(found[1] for found in together) == sum(found[1] for found in alone) == sum(rows.lengths) - 2 * len(rows)
+        assert sum(found[0] for found in together) == pytest.approx(sum(found[0] for found in alone), rel=1e-5)
+        for number, parameter in enumerate(model.parameters()):
+            expected = torch.stack([found[2][number] for found in alone]).sum(dim=0)
+            got = torch.stack([found[2][number] for found in together]).sum(dim=0)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * max(1.0, float(parameter.detach().abs().max())))
+        undo()
+
+
+@pytest.mark.parametrize(("kind", "attention"), PAIRS)
+def test_the_logits_of_a_packed_row_are_those_of_the_row_alone(
+    kind: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attend_with(model_of(kind), attention, monkeypatch).eval()
+    rows = texts([9, 14, 11, 5, 16, 3])
+    packed = PackedRows(rows, 24, PAD)
+    settings = objective(model).settings
+    with torch.no_grad():
+        alone = [model(input_ids=rows[number]["input_ids"].unsqueeze(0), **settings).logits[0] for number in range(len(rows))]
+        separate_rows_(model)
+        together = model(**stack([packed[number] for number in range(len(packed))]), **settings).logits
+    for logits, pack in zip(together, packed.packs, strict=True):
+        parts = logits.split([*rows.lengths[pack].tolist(), 24 - int(rows.lengths[pack].sum())])
+        for number, found in zip(pack, parts, strict=False):
+            torch.testing.assert_close(found, alone[number], rtol=1e-5, atol=1e-5)
+
+
+def test_what_separates_rows_is_taken_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attend_with(model_of("llama"), "flash_attention_2", monkeypatch)
+    before: Callable[..., Any] = model.forward
+    separate_rows_(model)()
+    assert model.forward == before
+    assert "forward" not in vars(model)
+
+
+def test_the_kernel_is_told_where_each_row_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, told = model_of("llama"), []
+    monkeypatch.setattr(model, "forward", lambda **given: told.append(given))
+    separate_rows_(model)
+    packed = PackedRows(texts([9, 14, 11, 5, 16, 3]), 24, PAD)
+    model(**stack([packed[number] for number in range(3)]))
+    # 16 + 5 + 3, 14 + 9 and a token of padding, 11 and 13 tokens of padding.
+    assert packed.packs == [[4, 3, 5], [1, 0], [2]]
+    assert told[0]["cu_seq_lens_q"].tolist() == [0, 16, 21, 24, 38, 47, 48, 59, 72]
+    assert told[0]["cu_seq_lens_q"].dtype == torch.int32
+    assert told[0]["cu_seq_lens_k"] is told[0]["cu_seq_lens_q"]
+    assert told[0]["max_length_q"] == told[0]["max_length_k"] == 24
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    model(position_ids=torch.zeros(3, 1, 4, dtype=torch.int64))
+    assert [sorted(given) for given in told[1:]] == [["input_ids"], ["position_ids"]]
+    assert math.prod(told[2]["position_ids"].shape) == 12
+
+
+def test_every_kind_is_a_model_that_is_known_to_separate() -> None:
+    assert set(KINDS) <= set(CONFIGS)

@@ -15,7 +15,7 @@ from memtrain.__main__ import main
 from memtrain.models.build import source
 
 TINY = [
-    *("steps=2", "global_batch_size=2", "data.sequence_length=16", "data.held_out=0", "data=text", "data.path=text.txt"),
+    *("steps=2", "global_batch_size=2", "data.sequence_length=16", "data.held_out=0", "data.path=text.txt"),
     *("data.tokenizer.train_vocab_size=259", "model.config.num_hidden_layers=1", "method=lora", "method.rank=2"),
 ]
 
