@@ -155,7 +155,7 @@ def order_of(setting: Setting) -> tuple[Any, list[list[int]]]:
     stored = RaggedRows.of(rows_of(setting.model))
     held = PackedRows(stored, PACK, 2) if setting.packed else stored
     found = alike(held) if setting.packed else padded(stored, "data", pad_token_id=2, mask=False)
-    batches = StepBatches(found, global_batch_size=GLOBAL_BATCH, seed=SEED)
+    batches = StepBatches(found, global_batch_size=GLOBAL_BATCH, seed=SEED, drop_last=True)
     return held, [batches.indices(step) for step in range(setting.steps)]
 
 
@@ -169,6 +169,8 @@ def by_memtrain(setting: Setting) -> list[float]:
         packing=setting.packed,
         budget="2GiB",
         global_batch_size=GLOBAL_BATCH,
+        # transformers knows no short step in the midst of a run.
+        drop_last=True,
         steps=setting.steps,
         optimizer=AdamW(learning_rate=RATE, eps=EPSILON),
         schedule=Linear(),
@@ -257,7 +259,8 @@ def by_transformers(setting: Setting) -> list[float]:
             loss = step_of(*given, **named)
             taken.append(float(loss))
             if len(taken) == setting.accumulation:
-                losses.append(sum(taken))
+                # A loss that takes no count of tokens is returned as the mean of its micro-batch.
+                losses.append(sum(taken) / (1 if trainer.model_accepts_loss_kwargs else setting.accumulation))
                 taken.clear()
             return loss
 

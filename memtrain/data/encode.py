@@ -199,6 +199,9 @@ class Encoder:
         everything = self._options.train_on == "everything"
         match found:
             case Tokens(ids, labels):
+                if not isinstance(labels, list) or len(labels) != len(ids):
+                    count = len(labels) if isinstance(labels, list) else 1
+                    raise RowRefused(f"has {count} labels for {len(ids)} input_ids, and each token has one")
                 return ids, ids if everything else labels
             case Text(text):
                 ids = [*self._begin_of(text), *self._ids(text)]
@@ -227,18 +230,22 @@ class Encoder:
 
     def _translated(self, found: Text | Completion | Conversation | Tokens, reading: Reading) -> Columns:
         if isinstance(found, Tokens):
-            source, target = found.input_ids, found.labels
+            source, target = found.input_ids, found.labels if isinstance(found.labels, list) else []
         elif isinstance(found, Completion):
             source = self._tokenizer.encode(found.prompt, verbose=False)
             target = self._ids(found.completion)
             target = target if target[-1:] == [self._eos] else [*target, self._eos]
         else:
             raise RowRefused("has no prompt with a completion, which a model that writes one text for another needs")
+        if all(label == IGNORED for label in target):
+            raise RowRefused("has nothing to learn: none of its labels counts")
         if max(len(source), len(target)) > self._length:
             reading.truncated += 1
         return {"input_ids": source[: self._length], "labels": target[: self._length]}
 
     def _with_specials(self, found: Text | Completion | Conversation | Tokens, reading: Reading) -> Columns:
+        if isinstance(found, Tokens):
+            return self._of_tokens(found, reading)
         if not isinstance(found, Text):
             raise RowRefused("is no text, which this model reads")
         ids: list[int] = self._tokenizer.encode(found.text, verbose=False)
@@ -252,6 +259,17 @@ class Encoder:
         if found.label is None:
             raise RowRefused("has no 'label', and it is needed")
         return {"input_ids": ids, "labels": found.label}
+
+    def _of_tokens(self, found: Tokens, reading: Reading) -> Columns:
+        """Tokens of a model that sees a row whole; of those that are masked the labels are made later."""
+        ids, labels = found.input_ids, found.labels
+        if len(ids) > self._length:
+            reading.truncated += 1
+        if self._task is Task.MASKED_LM:
+            return {"input_ids": ids[: self._length], "labels": ids[: self._length]}
+        if isinstance(labels, list):
+            raise RowRefused(f"has {len(labels)} labels, and one is needed")
+        return {"input_ids": ids[: self._length], "labels": labels}
 
     def _begin_of(self, text: str) -> list[int]:
         """The token that begins a text, unless the text says it."""

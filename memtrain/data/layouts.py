@@ -93,10 +93,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens, and what is learnt of them."""
+    """Tokens, and what is learnt of them: a label for each, other tokens, or one label for all."""
 
     input_ids: list[int]
-    labels: list[int]
+    labels: list[int] | int | float
 
 
 Normal = Text | Completion | Conversation | Tokens
@@ -220,14 +220,18 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokens(values: Mapping[str, Any]) -> Tokens:
     ids = _numbers(values, "input_ids")
-    labels = ids if values.get("labels") is None else _numbers(values, "labels")
-    mask = [1] * len(ids) if values.get("attention_mask") is None else _numbers(values, "attention_mask")
-    for name, column in (("labels", labels), ("attention_mask", mask)):
-        if len(column) != len(ids):
-            raise RowRefused(f"has {len(column)} {name} for {len(ids)} input_ids, and each token has one")
+    given = values.get("labels", ids)
+    labels = given if isinstance(given, int | float) and not isinstance(given, bool) else _numbers({"labels": given}, "labels")
+    if values.get("attention_mask") is None:
+        return Tokens(ids, labels)
+    mask = _numbers(values, "attention_mask")
+    if len(mask) != len(ids):
+        raise RowRefused(f"has {len(mask)} attention_mask for {len(ids)} input_ids, and each token has one")
     # What is masked is padding.
     kept = [place for place, real in enumerate(mask) if real]
-    return Tokens([ids[place] for place in kept], [labels[place] for place in kept])
+    if isinstance(labels, list) and len(labels) == len(ids):
+        labels = [labels[place] for place in kept]
+    return Tokens([ids[place] for place in kept], labels)
 
 
 def _numbers(values: Mapping[str, Any], name: str) -> list[int]:

@@ -101,6 +101,9 @@ def test_other_tasks_make_other_rows_of_the_same() -> None:
     assert made == [([BOS, *ids("ab")], [*ids("c"), EOS])]
     assert rows_of({"text": "ab"}, task=Task.MASKED_LM)[0] == [(ids("ab"), ids("ab"))]
     assert rows_of({"text": "ab", "label": 2}, task=Task.SEQUENCE_CLASSIFICATION)[0] == [(ids("ab"), 2)]
+    assert rows_of({"input_ids": [5, 6], "labels": 2}, task=Task.SEQUENCE_CLASSIFICATION)[0] == [([5, 6], 2)]
+    assert rows_of({"input_ids": [5, 6], "labels": [7]}, task=Task.SEQ2SEQ_LM)[0] == [([5, 6], [7])]
+    assert rows_of({"input_ids": [5, 6]}, task=Task.MASKED_LM)[0] == [([5, 6], [5, 6])]
     with pytest.raises(ValueError, match="the task is image_classification, for which no rows are made of records"):
         rows_of({"text": "ab"}, task=Task.IMAGE_CLASSIFICATION)
 
@@ -190,6 +193,10 @@ def test_rows_of_other_tasks_that_cannot_be_used_are_named() -> None:
         ({"prompt": "a", "completion": "b"}, Task.MASKED_LM, "is no text, which this model reads"),
         ({"text": "<|eos|>"}, Task.MASKED_LM, "has nothing but special tokens"),
         ({"text": "a"}, Task.SEQ2SEQ_LM, "has no prompt with a completion"),
+        ({"input_ids": [5], "labels": [IGNORED]}, Task.SEQ2SEQ_LM, "has nothing to learn: none of its labels counts"),
+        ({"input_ids": [5], "labels": [1]}, Task.SEQUENCE_CLASSIFICATION, "has 1 labels, and one is needed"),
+        ({"input_ids": [5], "labels": 1}, Task.CAUSAL_LM, "has 1 labels for 1 input_ids, and each token has one"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, Task.CAUSAL_LM, "has 1 attention_mask for 2 input_ids"),
     ):
         with pytest.raises(ValueError, match=reason):
             rows_of(row, task=task)
