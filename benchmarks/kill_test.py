@@ -165,7 +165,7 @@ def outcome(folder: Path) -> dict[str, Any]:
             found[f"{group} {name}"] = hashlib.sha256(tensor.contiguous().reshape(-1).numpy().tobytes()).hexdigest()
     found |= {f"checkpoint's {name}": value for name, value in newest.facts.items()}
     words = [line.partition(" ") for line in (folder / "rows.txt").read_text(encoding="utf-8").splitlines()]
-    taken = last_taken(((int(step), json.loads(numbers)) for step, _, numbers in words), GLOBAL_BATCH)
+    taken = last_taken(((int(step), json.loads(numbers)) for step, _, numbers in words), ROWS, GLOBAL_BATCH)
     return found | {f"rows of step {step}": numbers for step, numbers in taken.items()}
 
 

@@ -33,16 +33,20 @@ def logged(folder: Path, *, evaluations: bool = False) -> list[dict[str, Any]]:
     return [row for row in found if evaluations or "loss" in row]
 
 
-def last_taken(taken: Iterable[tuple[int, list[int]]], count: int) -> dict[int, list[int]]:
-    """The rows of each step, ``count`` of them, as they were trained on the last time.
+def last_taken(taken: Iterable[tuple[int, list[int]]], rows: int, global_batch_size: int) -> dict[int, list[int]]:
+    """The rows of each step as they were trained on the last time.
 
     Args:
-        taken: a step and the rows of a micro-batch, in the order of time.
+        taken: a step, from 1, and the rows of a micro-batch, in the order of time.
+        rows: of an epoch, whose last step has those that are left.
+        global_batch_size: rows of the other steps.
     """
+    in_epoch = -(-rows // global_batch_size)
     found: dict[int, list[int]] = {}
     for step, numbers in taken:
         found.setdefault(step, []).extend(numbers)
-    return {step: numbers[-count:] for step, numbers in found.items()}
+    begins = {step: (step - 1) % in_epoch * global_batch_size for step in found}
+    return {step: numbers[-min(global_batch_size, rows - begins[step]) :] for step, numbers in found.items()}
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

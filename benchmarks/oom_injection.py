@@ -117,7 +117,7 @@ def trained(case: Case, watch: Watch, folder: Path, **changed: Any) -> Outcome:
         if not outcome.report:
             outcome.ended = traceback.format_exc()[-2500:]
     outcome.log = logged(folder, evaluations=True)
-    outcome.rows = last_taken(taken, GLOBAL_BATCH)
+    outcome.rows = last_taken(taken, ROWS, GLOBAL_BATCH)
     outcome.weights = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
     gc.collect()
     outcome.held = watch.held()[0]

@@ -36,8 +36,9 @@ def test_a_step_that_is_missing_twice_or_another_is_found() -> None:
 
 
 def test_the_rows_of_a_step_are_those_of_its_last_taking() -> None:
-    taken = [(1, [4, 7]), (1, [2, 3]), (2, [9, 8]), (1, [4, 7]), (1, [2, 3]), (2, [1, 6]), (2, [5, 0])]
-    assert last_taken(taken, 4) == {1: [4, 7, 2, 3], 2: [1, 6, 5, 0]}
+    taken = [(1, [1, 2]), (1, [3, 4]), (2, [5]), (1, [3, 4]), (1, [1, 2]), (2, [6])]
+    # Of five rows the second step has the one that is left.
+    assert last_taken(taken, 5, 4) == {1: [3, 4, 1, 2], 2: [6]}
 
 
 def test_what_is_logged_is_read_without_times_and_without_a_line_that_is_cut_short(tmp_path: Path) -> None:
