@@ -57,6 +57,7 @@ class Loop:
         buffers: what a forward may change of the model.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
+        counts: what the speed of a step is given in, tokens or rows.
         learns_tokens: whether the loss is that of tokens, so that it has a perplexity.
         uneven: whether some steps are larger than others.
         first: the step (from 0) that this run begins with.
@@ -74,17 +75,13 @@ class Loop:
     buffers: Sequence[Tensor]
     meter: Meter
     device: str
+    counts: str
     learns_tokens: bool = False
     uneven: bool = False
     first: int = 0
     tell: Callable[[str], object] = lambda _: None
     health: Health = field(default_factory=Health)
     ask: Callable[[], None] = lambda: None
-
-    @property
-    def counts(self) -> str:
-        """What the speed of a step is given in."""
-        return "rows" if self.batches.tokens(self.first) is None else "tokens"
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step, from 0, and what is logged about it.
@@ -151,13 +148,13 @@ class Loop:
         return remember(self.run, self.buffers)
 
     def rehearse(self) -> None:
-        """Two steps of the largest batches at a learning rate of 0, which change no weight (rule 7).
+        """Two steps of the largest batches, or one where one is left, at a learning rate of 0, which change no weight (rule 7).
 
         They show what a step takes, and what one takes beside the optimizer's state. They are measured where no later step need
         be as large. The caller puts back what else they change.
         """
         self._set_rate(0.0)
-        for number in (1, 2):
+        for number in range(1, 1 + min(2, self.job.steps - self.first)):
             with self.meter.window(f"step {number} of the rehearsal", Phase.FORWARD) if self.uneven else nullcontext():
                 run = replace(self.run, update=self.meter.in_update(self.run.update)) if self.uneven else self.run
                 # In fp16 an update is rehearsed at the scale at which there is one.

@@ -219,6 +219,7 @@ class Session:
             plan=plan,
             batches=batches,
             eval_rows=given.eval_rows,
+            counts=given.rows.counts,
             learns_tokens=task_of(given.source).learns_tokens,
             uneven=bool(given.rows.longest),
             evaluation_batch_size=plan.micro_batch_size,

@@ -149,9 +149,13 @@ class StepBatches:
         """The tokens of all rows of so many steps; rows where they are no text."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         begun = [index for step in range(rest) for index in self.indices(epochs * self.steps_per_epoch + step)]
-        if self.rows.lengths is None:
+        lengths = self.rows.lengths
+        if lengths is None:
             return epochs * self._rows_per_epoch + len(begun)
-        return epochs * int(self.rows.lengths.sum()) + int(self.rows.lengths[begun].sum())
+        seen = epochs * int(lengths.sum()) + int(lengths[begun].sum())
+        if self._rows_per_epoch < len(self.rows):
+            seen -= sum(int(lengths[self._permute(epoch)[self._rows_per_epoch :]].sum()) for epoch in range(epochs))
+        return seen
 
     def close(self) -> None:
         """Nothing: the rows are made in this process."""

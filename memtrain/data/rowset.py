@@ -92,6 +92,11 @@ class RowSet:
         return None if self.lengths is None else int(self.lengths[np.asarray(numbers, dtype=np.int64)].sum())
 
     @property
+    def counts(self) -> str:
+        """What the speed of a step is given in."""
+        return "rows" if self.lengths is None else "tokens"
+
+    @property
     def in_order_of_length(self) -> Sequence[int]:
         """The numbers of all rows, the longest first where their lengths differ."""
         if not self.ragged or self.lengths is None:

@@ -72,6 +72,7 @@ def looped(job: Job, *rows: tuple[float, float], plan: Plan | None = None) -> tu
         evaluation_batch_size=1,
         meter=Unwatched(),  # type: ignore[arg-type]
         device="cpu",
+        counts="rows",
         tell=said.append,
     )
     return loop, said

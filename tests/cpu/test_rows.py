@@ -272,6 +272,8 @@ def test_dropping_the_short_step_leaves_full_ones(count: int, global_batch_size:
     run = StepBatches(rows, global_batch_size=global_batch_size, seed=seed, drop_last=True)
     steps = [run.indices(step) for step in range(2 * steps_for(1, count, global_batch_size, drop_last=True))]
     assert {len(step) for step in steps} == {global_batch_size}
+    # Two tokens a row: what is left out is not seen.
+    assert run.seen(len(steps)) == 2 * sum(map(len, steps))
     first = [index for step in steps[: len(steps) // 2] for index in step]
     assert len(set(first)) == len(first) == count - count % global_batch_size
 
