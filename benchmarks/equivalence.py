@@ -259,8 +259,7 @@ def by_transformers(setting: Setting) -> list[float]:
             loss = step_of(*given, **named)
             taken.append(float(loss))
             if len(taken) == setting.accumulation:
-                # A loss that takes no count of tokens is returned as the mean of its micro-batch.
-                losses.append(sum(taken) / (1 if trainer.model_accepts_loss_kwargs else setting.accumulation))
+                losses.append(sum(taken))
                 taken.clear()
             return loss
 
@@ -305,21 +304,34 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(mine - other) / abs(other) for mine, other in zip(ours, theirs, strict=True))
 
 
-def reason_of(setting: Setting, difference: float) -> str:
-    """Why transformers' losses rightly are others, where they are."""
-    if difference <= MOST_DIFFERENCE:
+def reason_of(setting: Setting, theirs: Sequence[float], loop: Sequence[float]) -> str:
+    """Why transformers' losses are others, where they are."""
+    if largest_difference(theirs, loop) <= MOST_DIFFERENCE:
         return ""
-    if setting.accumulation > 1 and setting.model.name == "T5":
-        return "T5's loss takes no count of tokens, so transformers averages the means of micro-batches, which weighs tokens unequally"
-    return "not known"
+    count = setting.accumulation
+    if not 0.9 * count < theirs[0] / loop[0] < 1.1 * count:
+        return "not known"
+    divided = largest_difference([loss / count for loss in theirs], loop)
+    return (
+        f"its forward takes any keyword, so transformers counts on it to divide by num_items_in_batch; its loss is a mean all the "
+        f"same, and the means of {count} micro-batches are added up, as are their gradients. Divided by {count} the losses are "
+        f"{divided:.1e} away: the gradient is clipped as the {count} times larger one that it is, and where rows differ in length a "
+        f"mean weighs a token by its micro-batch"
+    )
 
 
 def compare(setting: Setting) -> Found:
     """Train three times."""
-    loop = by_hand(setting)
-    ours, theirs = (largest_difference(run(setting), loop) for run in (by_memtrain, by_transformers))
-    rows = "packed" if setting.packed else "padded"
-    return Found(setting.model.name, rows, setting.accumulation, setting.steps, ours, theirs, reason_of(setting, theirs))
+    loop, ours, theirs = by_hand(setting), by_memtrain(setting), by_transformers(setting)
+    return Found(
+        setting.model.name,
+        "packed" if setting.packed else "padded",
+        setting.accumulation,
+        setting.steps,
+        largest_difference(ours, loop),
+        largest_difference(theirs, loop),
+        reason_of(setting, theirs, loop),
+    )
 
 
 def main() -> int:

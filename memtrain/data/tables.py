@@ -194,6 +194,7 @@ def _arrow_rows(batches: Callable[[], Iterable[Any]], source: str, format_name: 
     number = 0
     try:
         for batch in batches():
+            _check_offsets(batch, pyarrow)
             names = batch.schema.names
             if len(set(names)) < len(names):
                 twice = next(name for at, name in enumerate(names) if name in names[:at])
@@ -205,11 +206,44 @@ def _arrow_rows(batches: Callable[[], Iterable[Any]], source: str, format_name: 
                     yield BadRow(origin, values) if isinstance(values, str) else as_record(without_missing(values), origin)
     except RowRefused as error:
         raise ValueError(f"{source} {error}.") from error
-    except (pyarrow.ArrowException, OSError) as error:
+    # What Arrow says of names that are not UTF-8 is a ValueError.
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
             f"{source} cannot be read as {format_name} beyond row {number} ({reason}): download or write it again."
         ) from error
+
+
+def _check_offsets(batch: Any, pyarrow: Any) -> None:
+    """Refuse a damaged batch, of which Arrow would read what lies beyond its memory.
+
+    Raises:
+        ArrowInvalid: its offsets lead out of it.
+    """
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        # A string that is no text spoils its row alone.
+        for column in batch.columns:
+            column.cast(_without_text(column.type, pyarrow)).validate(full=True)
+
+
+def _without_text(kind: Any, pyarrow: Any) -> Any:
+    """The same Arrow type with bytes in place of strings, which may be anything."""
+    types = pyarrow.types
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if types.is_list(kind):
+        return pyarrow.list_(_without_text(kind.value_type, pyarrow))
+    if types.is_struct(kind):
+        return pyarrow.struct(
+            [(kind.field(at).name, _without_text(kind.field(at).type, pyarrow)) for at in range(kind.num_fields)]
+        )
+    return kind
 
 
 def _as_python(batch: Any) -> list[Any]:

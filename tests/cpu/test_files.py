@@ -287,38 +287,6 @@ def test_arrow_files_give_rows_without_the_keys_that_arrow_fills_in(folder: Path
     assert records(name)[1].origin == Origin(name, 1, "row")
 
 
-def test_damaged_arrow_files_are_named(folder: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"a": [1]}), "a.parquet")
-    with pytest.raises(
-        ValueError, match=r"cut\.parquet cannot be read as Parquet beyond row 0 \(.*\): download or write it again\."
-    ):
-        records(write("cut.parquet", Path("a.parquet").read_bytes()[:-9]))
-    with pytest.raises(
-        ValueError, match=r"text\.arrow cannot be read as Arrow beyond row 0 \(.*\): download or write it again\."
-    ):
-        records(write("text.arrow", "no Arrow, but text"))
-    twice = pyarrow.table([[1], [2]], names=["a", "a"])
-    with pyarrow.ipc.new_stream("twice.arrow", twice.schema) as file:
-        file.write_table(twice)
-    with pytest.raises(ValueError, match=r"twice\.arrow has two columns named 'a', and only one can be read: rename or remove"):
-        records("twice.arrow")
-
-
-def test_a_string_of_a_parquet_file_that_is_not_utf8_is_a_bad_row(folder: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    offsets = pyarrow.array([0, 1, 2, 3], pyarrow.int32()).buffers()[1]
-    texts = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, pyarrow.py_buffer(b"a\xe9b")])
-    parquet.write_table(pyarrow.table({"text": texts}), "a.parquet")
-    assert values("a.parquet") == [
-        {"text": "a"},
-        "has a string that is not UTF-8 (byte 0xe9): write the row again",
-        {"text": "b"},
-    ]
-
-
 def test_data_sets_of_hugging_face_are_read(folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(CHATS)
