@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,16 @@ class Reader:
         length = self._sequence_length()
         reading = Reading(what, length)
         known = _config(self._model, "vocab_size")
-        encoder = Encoder(self._tokenizer, self.task, self._options, sequence_length=length, vocab_size=known)
-        store = RaggedRows.of(islice(encoder.encode_all(records, reading), enough))
+        encoder = Encoder(
+            self._tokenizer,
+            self.task,
+            self._options,
+            sequence_length=length,
+            vocab_size=known,
+            label2id=_config(self._model, "label2id"),
+            num_labels=_config(self._model, "num_labels"),
+        )
+        store = RaggedRows.of(encoder.encode_all(records, reading, enough=enough))
         _check_tokens({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model, self._tokenizer)
         self.readings[what] = reading
         self.said += reading.lines()

@@ -1,297 +1,311 @@
-"""From records to tokens: which ids a row has, which of them are learnt, and what cannot be used.
+"""Records to examples: the layout of each source is told, rows are made tokens of, and all that is not trained on is counted.
 
-Text is tokenised as it stands, without what a tokenizer puts around it. Put in front is the token that begins a text, once, if the
-tokenizer sets one by itself. Behind what is learnt stands the end of sequence, once, and it is learnt.
+Rows are taken in blocks, since a fast tokenizer takes many texts at once on all cores. What a row becomes does not depend on its
+block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, Final
 
-from memtrain.data.chat import ChatEncoder
-from memtrain.data.layouts import LEARNT, Completion, Conversation, Layout, Text, Tokens, alpaca_text, layout_of, normal, unused
+from memtrain.data.examples import Example, Maker
+from memtrain.data.forms import Form, form_of
+from memtrain.data.labelled import AsGiven, Labels, SequenceLabels, TokenLabels
+from memtrain.data.language import Causal, Masked, Seq2Seq
+from memtrain.data.layouts import Columns, Layout, detect
 from memtrain.data.options import DataOptions
 from memtrain.data.records import BadRow, Record, RowRefused
-from memtrain.data.rows import IGNORED
 from memtrain.data.task import Task
 
-Columns = Mapping[str, list[int] | int | float]
-_SHOWN = 10
-_SPLITS = (Layout.TEXT,)
+SHOWN_BAD_ROWS: Final = 10
+"""So many rows that cannot be used are shown."""
+
+_BLOCK_ROWS: Final = 256
+_BLOCK_CHARACTERS: Final = 2**22
+# With a bad row among them no more are read, where bad rows stop the run: what is wrong is known by then.
+_ROWS_TO_LOOK_AT: Final = 1_000_000
+
+
+@dataclass
+class _Source:
+    """A source, what its columns mean, what is learnt of it, and the columns that its rows have."""
+
+    name: str
+    columns: Columns
+    learnt: str
+    seen: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass
 class Reading:
-    """What was read of one source, counted while it is read.
+    """What was read.
 
     Attributes:
-        layout: a sentence about what the columns mean.
-        read, kept: rows.
-        bad: how many rows cannot be used; ``first_bad`` are the first ten.
-        truncated: rows whose end was cut off.
-        left_out: rows that are too long, where those are left out.
-        tokens, learnt: of the rows that are kept.
+        what: the name of the rows in messages.
+        sequence_length: tokens that a row may have.
+        read: rows, those that cannot be used included.
+        kept: rows that are trained on.
+        examples: what was made of them; more than ``kept`` where rows were split.
+        bad: rows that cannot be used; first_bad: the first of them.
+        truncated: rows that were cut; without_end: those that were cut within what is learnt.
+        split: rows that were made several of.
+        left_out: rows that were too long.
+        tokens: of all examples; learnt: those that are learnt, and labels where these are not of tokens.
+        sources: what was found, by the name of each source.
     """
 
     what: str
     sequence_length: int
-    layout: str = ""
     read: int = 0
     kept: int = 0
+    examples: int = 0
     bad: int = 0
     first_bad: list[BadRow] = field(default_factory=list)
     truncated: int = 0
+    without_end: int = 0
+    split: int = 0
     left_out: int = 0
     tokens: int = 0
     learnt: int = 0
+    sources: dict[str, _Source] = field(default_factory=dict)
 
-    def note_bad(self, row: BadRow) -> None:
+    def refuse(self, row: BadRow) -> None:
         """Count a row that cannot be used."""
         self.bad += 1
-        if len(self.first_bad) < _SHOWN:
+        if len(self.first_bad) < SHOWN_BAD_ROWS:
             self.first_bad.append(row)
 
+    def count(self, examples: list[Example]) -> None:
+        """Count the examples of a row; none if it is left out."""
+        self.kept += bool(examples)
+        self.left_out += not examples
+        self.split += len(examples) > 1
+        self.examples += len(examples)
+        for example in examples:
+            self.truncated += example.truncated
+            self.without_end += example.without_end
+            ids = example.columns["input_ids"]
+            assert isinstance(ids, list)
+            self.tokens += len(ids)
+            self.learnt += example.learnt
+
+    def layouts(self) -> list[str]:
+        """What was found of the columns, in sentences; sources that are alike share one."""
+        alike: dict[tuple[object, ...], list[_Source]] = {}
+        for source in self.sources.values():
+            alike.setdefault((source.columns.layout, tuple(sorted(source.seen))), []).append(source)
+        return [same[0].columns.said([source.name for source in same], same[0].seen, same[0].learnt) for same in alike.values()]
+
     def lines(self) -> list[str]:
-        """What was read, for people."""
-        counts = f"{self.kept:,} of {self.read:,} rows, {self.tokens:,} tokens, of which {self.learnt:,} are learnt"
-        found = [f"{self.what}: {counts}. {self.layout}".strip()]
+        """All that was found and counted, in sentences for people."""
+        lines = self.layouts()
+        made = f" ({self.examples:,} after splitting)" if self.split else ""
+        lines.append(f"{self.what}: {_rows(self.kept)}{made}, {self.tokens:,} tokens, {self.learnt:,} learnt.")
         if self.truncated:
-            found.append(f"{self.what}: {self.truncated:,} rows are cut off after {self.sequence_length} tokens.")
+            end = f", {self.without_end:,} of them within what is learnt, so without its end" if self.without_end else ""
+            lines.append(f"{self.what}: {_rows(self.truncated)} cut at {self.sequence_length} tokens{end}.")
+        if self.split:
+            lines.append(f"{self.what}: {_rows(self.split)} of more than {self.sequence_length} tokens cut into several.")
         if self.left_out:
-            found.append(f"{self.what}: {self.left_out:,} rows are longer than {self.sequence_length} tokens and left out.")
+            lines.append(f"{self.what}: {_rows(self.left_out)} of more than {self.sequence_length} tokens left out.")
         if self.bad:
-            found += [f"{self.what}: {self.bad:,} rows cannot be used and are left out; {self._of_them()}", *self._listed()]
-        return found
+            lines.append(f"{self.what}: {_rows(self.bad)} of {self.read:,} cannot be used and left out:")
+            lines += self._bad_lines()
+        return lines
 
-    def refusal(self, remedy: str) -> str:
-        """Why nothing is trained."""
-        listed = "\n".join(self._listed())
-        return f"{self.bad:,} of {self.read:,} rows of {self.what} cannot be used: {remedy}; {self._of_them()}\n{listed}"
+    def check(self, on_bad_row: str) -> None:
+        """Refuse what was read if rows cannot be used and that stops the run, or if none is left.
 
-    def _of_them(self) -> str:
-        return "they are:" if self.bad <= _SHOWN else f"the first {_SHOWN} are:"
+        Raises:
+            ValueError: with the count and the first ten rows, each on a line of its own.
+        """
+        if self.bad and (on_bad_row == "stop" or not self.kept):
+            which = "none of" if self.bad == self.read else f"{self.bad:,} of"
+            remedy = "mend them" + (", or leave them out with on_bad_row=skip" if self.kept else "")
+            raise ValueError(
+                "\n".join(
+                    [
+                        f"{self.what}: {which} {_rows(self.read)} can{'' if self.bad == self.read else 'not'} be used:",
+                        *self._bad_lines(),
+                        f"{remedy}.",
+                    ]
+                )
+            )
+        if self.left_out and not self.kept:
+            raise ValueError(
+                f"{self.what}: each of {_rows(self.read)} has more than {self.sequence_length} tokens and long_rows is leave_out, so none is "
+                f"left: raise sequence_length, or set long_rows to truncate."
+            )
+        if not self.read:
+            raise ValueError(f"there is no row in {self.what}, and training needs 1 or more: give rows.")
 
-    def _listed(self) -> list[str]:
-        return [f"  {row}" for row in self.first_bad]
+    def _bad_lines(self) -> list[str]:
+        more = self.bad - len(self.first_bad)
+        return [*(f"  {row}" for row in self.first_bad), *([f"  and {more:,} more"] if more else [])]
 
 
 class Encoder:
-    """Makes rows of tokens of the records of one source."""
+    """Makes examples of records, for one task; made once."""
 
     def __init__(
-        self, tokenizer: Any, task: Task, options: DataOptions, *, sequence_length: int, vocab_size: int | None = None
+        self,
+        tokenizer: Any,
+        task: Task,
+        options: DataOptions,
+        *,
+        sequence_length: int | None = None,
+        vocab_size: int | None = None,
+        label2id: Mapping[str, int] | None = None,
+        num_labels: int | None = None,
     ) -> None:
         """
         Args:
-            tokenizer: of transformers.
-            task: what the model learns.
+            tokenizer: of transformers; None where rows are tokens.
+            task: what is learnt.
             options: how rows are read.
-            sequence_length: tokens of a row at the most.
-            vocab_size: of the model; None where it is not known.
+            sequence_length: tokens per row at the most, where ``options`` leave it open; one of them says it.
+            vocab_size: how many tokens the model knows; rows of tokens with others are refused.
+            label2id: the numbers of the names of a classifier's labels.
+            num_labels: how many labels a classifier has; 1 for a number that is to be told. By default as many as have names.
 
         Raises:
-            ValueError: the tokenizer has no end-of-sequence token, or the task learns nothing from such rows.
+            ValueError: the tokenizer and the options do not go together.
         """
-        self._tokenizer, self._task, self._options = tokenizer, task, options
-        self._length = sequence_length
-        self._vocab_size = vocab_size
-        if task in (Task.TOKEN_CLASSIFICATION, Task.IMAGE_CLASSIFICATION):
-            raise ValueError(f"the task is {task}, for which no rows are made of records: give rows of tensors.")
-        if tokenizer.eos_token_id is None and task not in (Task.MASKED_LM, Task.SEQUENCE_CLASSIFICATION):
-            raise ValueError("the tokenizer has no end-of-sequence token, and one must end what is learnt: set its eos_token.")
-        self._eos = tokenizer.eos_token_id
-        alone = tokenizer.encode("", verbose=False)[:1]
-        self._begin = alone if alone and alone == [tokenizer.bos_token_id] else []
-        self._chat: ChatEncoder | None = None
+        length = options.sequence_length if sequence_length is None else sequence_length
+        assert length is not None
+        self._task, self._options = task, options
+        self._reads_text = tokenizer is not None
+        names = dict(label2id or {})
+        self._maker = _maker(tokenizer, task, options, length, vocab_size, Labels(names, num_labels or len(names) or None))
+        self._sources: dict[str, _Source] = {}
+        self._alike = ""
 
-    def encode_all(self, records: Iterable[Record | BadRow], reading: Reading) -> Iterator[Columns]:
-        """The rows of records, one at a time, counted in ``reading``.
+    def encode(self, record: Record) -> list[Example]:
+        """The examples of one record; none if it is left out as too long.
 
         Raises:
-            ValueError: rows cannot be used and the options say to stop, or none is left; after all have been read.
+            RowRefused: it cannot be used.
+            ValueError: its source cannot, as of :func:`memtrain.data.layouts.detect`.
         """
-        layout: Layout | None = None
-        for record in islice(records, self._options.limit):
+        source = self._source(record.origin.source, [record])
+        (outcome,) = self._outcomes([record], source)
+        if isinstance(outcome, BadRow):
+            raise RowRefused(outcome.reason)
+        return outcome
+
+    def encode_all(
+        self, records: Iterable[Record | BadRow], reading: Reading, *, enough: int | None = None
+    ) -> Iterator[Mapping[str, list[int] | int | float]]:
+        """The columns of the examples of all records.
+
+        Args:
+            reading: counts what is read.
+            enough: examples after which reading ends.
+
+        Raises:
+            ValueError: when all is read, that rows cannot be used, or that none is left; at once, that a source cannot be.
+        """
+        for outcome in self._all(islice(records, self._options.limit), reading):
             reading.read += 1
-            if isinstance(record, BadRow):
-                reading.note_bad(record)
-                continue
-            if layout is None:
-                layout = self._layout(record, reading)
-            try:
-                rows = list(self._rows(record.values, layout, reading))
-            except RowRefused as refusal:
-                reading.note_bad(BadRow(record.origin, str(refusal)))
-                continue
-            for row in rows:
-                reading.kept += 1
-                reading.tokens += len(_list(row["input_ids"]))
-                labels = row["labels"]
-                reading.learnt += sum(label != IGNORED for label in labels) if isinstance(labels, list) else 1
-                yield row
-        if reading.bad and self._options.on_bad_row == "stop":
-            raise ValueError(reading.refusal("mend them, or set on_bad_row to skip to go on without them"))
-        if not reading.kept:
-            if reading.bad:
-                raise ValueError(reading.refusal("give rows that can"))
-            if reading.left_out:
-                raise ValueError(
-                    f"all {reading.left_out} rows of {reading.what} are longer than {self._length} tokens: raise sequence_length."
-                )
-            raise ValueError(f"there is no row in {reading.what}, and training needs 1 or more: give rows.")
+            if isinstance(outcome, BadRow):
+                reading.refuse(outcome)
+            else:
+                reading.count(outcome)
+                yield from (example.columns for example in outcome)
+            stops = reading.bad and self._options.on_bad_row == "stop" and reading.read >= _ROWS_TO_LOOK_AT
+            if stops or (enough is not None and reading.examples >= enough):
+                break
+        reading.check(self._options.on_bad_row)
 
-    def _layout(self, record: Record, reading: Reading) -> Layout:
-        given = self._options.layout
-        layout = layout_of(record.values, record.origin.source) if given == "auto" else Layout(given)
-        if layout is Layout.CLASSIFICATION and self._task is not Task.SEQUENCE_CLASSIFICATION:
-            layout = Layout.TEXT
-        if self._options.long_rows == "split" and layout not in _SPLITS:
-            raise ValueError(
-                f"long_rows is split, and {reading.what} has the layout {layout}, of which a part says little: set it to truncate or "
-                f"leave_out."
-            )
-        learnt = "all of it is learnt" if self._options.train_on == "everything" else LEARNT[layout]
-        beside = unused(record.values, layout)
-        not_read = f"; not read: {', '.join(beside)}" if beside else ""
-        reading.layout = f"The layout is {layout}: {learnt}{not_read}."
-        return layout
+    def _all(self, records: Iterable[Record | BadRow], reading: Reading) -> Iterator[BadRow | list[Example]]:
+        for name, rows in groupby(records, key=lambda row: row.origin.source):
+            for block in _blocks(rows):
+                good = [row for row in block if isinstance(row, Record)]
+                if not good:
+                    yield from (row for row in block if isinstance(row, BadRow))
+                    continue
+                source = self._source(name, good)
+                reading.sources[name] = source
+                for row in good:
+                    source.seen.update(dict.fromkeys(row.values))
+                yield from self._outcomes(block, source)
 
-    def _rows(self, values: Mapping[str, Any], layout: Layout, reading: Reading) -> Iterator[Columns]:
-        found = normal(values, layout)
-        if layout is Layout.ALPACA and not (self._options.chat_template or self._tokenizer.chat_template):
-            found = alpaca_text(values)
-        if self._task is Task.SEQ2SEQ_LM:
-            yield self._translated(found, reading)
-            return
-        if self._task in (Task.MASKED_LM, Task.SEQUENCE_CLASSIFICATION):
-            yield self._with_specials(found, reading)
-            return
-        ids, labels = self._causal(found)
-        if self._vocab_size is not None and not all(0 <= token < self._vocab_size for token in ids):
-            raise RowRefused(f"has tokens from {min(ids)} to {max(ids)}, and the model knows 0 to {self._vocab_size - 1}")
-        wrong = [label for label in labels if label != IGNORED and not 0 <= label < (self._vocab_size or label + 1)]
-        if wrong:
-            raise RowRefused(f"has the label {wrong[0]}, and labels are tokens of the model or {IGNORED}")
-        if len(ids) > self._length:
-            if self._options.long_rows == "leave_out":
-                reading.left_out += 1
-                return
-            if self._options.long_rows == "split":
-                for start, stop in _pieces(len(ids), self._length):
-                    yield {"input_ids": ids[start:stop], "labels": labels[start:stop]}
-                return
-            reading.truncated += 1
-        if all(label == IGNORED for label in labels[1:]):
-            raise RowRefused("has nothing to learn: nothing is predicted for a first token, and no other counts")
-        ids, cut = ids[: self._length], labels[: self._length]
-        if all(label == IGNORED for label in cut[1:]):
-            before = next(place for place, label in enumerate(labels) if place and label != IGNORED)
-            raise RowRefused(
-                f"has {before} tokens before the first that is learnt, and rows end after {self._length}: raise sequence_length, or "
-                f"leave the row out"
-            )
-        yield {"input_ids": ids, "labels": cut}
+    def _source(self, name: str, rows: Iterable[Record]) -> _Source:
+        if name not in self._sources:
+            columns = detect((row.values for row in rows), name, self._task, self._options.layout)
+            if not self._reads_text and columns.layout is not Layout.TOKENS:
+                raise ValueError(f"{name} is text, and there is no tokenizer to read it with: give tokenizer.")
+            self._maker.accept(columns)
+            self._sources[name] = _Source(name, columns, self._maker.learnt(columns))
+        return self._sources[name]
 
-    def _causal(self, found: Text | Completion | Conversation | Tokens) -> tuple[list[int], list[int]]:
-        everything = self._options.train_on == "everything"
-        match found:
-            case Tokens(ids, labels):
-                if not isinstance(labels, list) or len(labels) != len(ids):
-                    count = len(labels) if isinstance(labels, list) else 1
-                    raise RowRefused(f"has {count} labels for {len(ids)} input_ids, and each token has one")
-                return ids, ids if everything else labels
-            case Text(text):
-                ids = [*self._begin_of(text), *self._ids(text)]
-                ids = ids if ids[-1:] == [self._eos] else [*ids, self._eos]
-                return ids, ids
-            case Completion(prompt, completion):
-                # Apart, as a model sees them that is asked.
-                asked, answer = [*self._begin_of(prompt), *self._ids(prompt)], self._ids(completion)
-                answer = answer if answer[-1:] == [self._eos] else [*answer, self._eos]
-                return asked + answer, asked + answer if everything else [IGNORED] * len(asked) + answer
-            case Conversation():
-                encoded = self._conversation(found)
-                # What a template writes after the last answer teaches nothing.
-                end = max((place for place, learnt in enumerate(encoded.learnt, start=1) if learnt), default=0)
-                pairs = zip(encoded.input_ids[:end], encoded.learnt, strict=False)
-                return encoded.input_ids[:end], [token if learnt else IGNORED for token, learnt in pairs]
+    def _outcomes(self, block: Iterable[Record | BadRow], source: _Source) -> Iterator[BadRow | list[Example]]:
+        """What becomes of each row of one source, in order."""
+        forms = [row if isinstance(row, BadRow) else self._form(row, source) for row in block]
+        tokens = iter(self._maker.tokens([self._maker.texts(found[1]) for found in forms if not isinstance(found, BadRow)]))
+        for found in forms:
+            yield found if isinstance(found, BadRow) else self._made(*found, next(tokens))
 
-    def _conversation(self, found: Conversation) -> Any:
-        if self._chat is None:
-            self._chat = ChatEncoder(self._tokenizer, self._options.chat_template)
-        everything = self._options.train_on == "everything"
-        if found.first:
-            parts = found.messages[: found.first], found.messages[found.first :]
-            return self._chat.encode_completion(*parts, found.tools, everything=everything)
-        return self._chat.encode(found.messages, found.tools, everything=everything)
+    def _form(self, record: Record, source: _Source) -> tuple[Record, Form] | BadRow:
+        try:
+            return record, self._maker.prepared(form_of(record.values, source.columns))
+        except RowRefused as error:
+            return BadRow(record.origin, str(error))
+        except RecursionError:
+            return BadRow(record.origin, "has values within values, too many to follow")
 
-    def _translated(self, found: Text | Completion | Conversation | Tokens, reading: Reading) -> Columns:
-        if isinstance(found, Tokens):
-            source, target = found.input_ids, found.labels if isinstance(found.labels, list) else []
-        elif isinstance(found, Completion):
-            source = self._tokenizer.encode(found.prompt, verbose=False)
-            target = self._ids(found.completion)
-            target = target if target[-1:] == [self._eos] else [*target, self._eos]
-        else:
-            raise RowRefused("has no prompt with a completion, which a model that writes one text for another needs")
-        if all(label == IGNORED for label in target):
-            raise RowRefused("has nothing to learn: none of its labels counts")
-        if max(len(source), len(target)) > self._length:
-            reading.truncated += 1
-        return {"input_ids": source[: self._length], "labels": target[: self._length]}
-
-    def _with_specials(self, found: Text | Completion | Conversation | Tokens, reading: Reading) -> Columns:
-        if isinstance(found, Tokens):
-            return self._of_tokens(found, reading)
-        if not isinstance(found, Text):
-            raise RowRefused("is no text, which this model reads")
-        ids: list[int] = self._tokenizer.encode(found.text, verbose=False)
-        if len(ids) > self._length:
-            reading.truncated += 1
-            ids = self._tokenizer.encode(found.text, truncation=True, max_length=self._length, verbose=False)
-        if self._task is Task.MASKED_LM:
-            if set(ids) <= set(self._tokenizer.all_special_ids):
-                raise RowRefused("has nothing but special tokens, so none can be masked")
-            return {"input_ids": ids, "labels": ids}
-        if found.label is None:
-            raise RowRefused("has no 'label', and it is needed")
-        return {"input_ids": ids, "labels": found.label}
-
-    def _of_tokens(self, found: Tokens, reading: Reading) -> Columns:
-        """Tokens of a model that sees a row whole; of those that are masked the labels are made later."""
-        ids, labels = found.input_ids, found.labels
-        if len(ids) > self._length:
-            reading.truncated += 1
-        if self._task is Task.MASKED_LM:
-            return {"input_ids": ids[: self._length], "labels": ids[: self._length]}
-        if isinstance(labels, list):
-            raise RowRefused(f"has {len(labels)} labels, and one is needed")
-        return {"input_ids": ids[: self._length], "labels": labels}
-
-    def _begin_of(self, text: str) -> list[int]:
-        """The token that begins a text, unless the text says it."""
-        return [] if self._begin and text.startswith(self._tokenizer.bos_token) else self._begin
-
-    def _ids(self, text: str) -> list[int]:
-        # verbose=False: no warning that a text is longer than the model's context; it is measured here.
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+    def _made(self, record: Record, form: Form, tokens: list[list[int]]) -> BadRow | list[Example]:
+        try:
+            examples = self._maker.make(form, tokens)
+        except RowRefused as error:
+            return BadRow(record.origin, str(error))
+        for kinds in (_kinds(example) for example in examples):
+            self._alike = self._alike or kinds
+            if kinds != self._alike:
+                return BadRow(record.origin, f"makes {kinds} where the first row makes {self._alike}, and rows must be alike")
+        return examples
 
 
-def _list(value: list[int] | int | float) -> list[int]:
-    assert isinstance(value, list)
-    return value
+def _maker(tokenizer: Any, task: Task, options: DataOptions, length: int, vocab_size: int | None, labels: Labels) -> Maker:
+    match task:
+        case Task.CAUSAL_LM:
+            return Causal(tokenizer, options, length, vocab_size)
+        case Task.MASKED_LM:
+            return Masked(tokenizer, options, length, vocab_size)
+        case Task.SEQ2SEQ_LM:
+            return Seq2Seq(tokenizer, options, length, vocab_size)
+        case Task.SEQUENCE_CLASSIFICATION:
+            return SequenceLabels(tokenizer, options, length, vocab_size, labels)
+        case Task.TOKEN_CLASSIFICATION:
+            return TokenLabels(tokenizer, options, length, vocab_size, labels)
+        case Task.IMAGE_CLASSIFICATION | Task.OTHER:
+            return AsGiven(options, length, vocab_size)
 
 
-def _pieces(tokens: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where a row is cut: every ``length`` tokens, and so that no piece has a single token, which would be no target."""
-    start = 0
-    while start < tokens:
-        stop = min(start + length, tokens)
-        if tokens - stop == 1 and stop - start > 2:
-            stop -= 1
-        yield start, stop
-        start = stop
+def _blocks(rows: Iterator[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
+    """Rows, some at a time: as many as are worth it, and fewer where they are long."""
+    for first in rows:
+        block, characters = [first], _characters(first)
+        while characters < _BLOCK_CHARACTERS and len(block) < _BLOCK_ROWS and (row := next(rows, None)) is not None:
+            block.append(row)
+            characters += _characters(row)
+        yield block
+
+
+def _characters(row: Record | BadRow) -> int:
+    if isinstance(row, BadRow):
+        return 0
+    return sum(len(value) for value in row.values.values() if isinstance(value, str | list))
+
+
+def _kinds(example: Example) -> str:
+    """The columns of an example, and of which kind each is."""
+    kinds = {int: "a whole number", float: "a number", list: "a list"}
+    return ", ".join(f"{kinds[type(value)]} of {name}" for name, value in sorted(example.columns.items()))
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"

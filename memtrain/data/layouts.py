@@ -1,248 +1,231 @@
-"""Layouts: what the columns of a record mean, told by their names, and records in one form for each meaning."""
+"""Layouts: which columns rows have, and what these mean.
+
+A layout is told once for each source, from the names of the columns that its first rows have. Names that are common for one
+thing are taken for it where only one of them is there. Two readings of one source are refused, with what was found and what is
+known, except that tokens come before what they were made from, and Alpaca's columns before the ``text`` that some files keep
+beside them.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, product
 from typing import Any, Final
 
-from memtrain.data.records import RowRefused
+from memtrain.data.task import Task
 
 
 class Layout(StrEnum):
-    """The layouts that are known, the most telling first."""
+    """What the columns of a source mean."""
 
-    TOKENS = "tokens"
+    TEXT = "text"
+    COMPLETION = "completion"
     MESSAGES = "messages"
     SHAREGPT = "sharegpt"
-    COMPLETION = "completion"
     ALPACA = "alpaca"
+    TOKENS = "tokens"
     CLASSIFICATION = "classification"
-    TEXT = "text"
+    TAGGED = "tagged"
 
 
-# The columns that a layout needs; of each group one.
-_NEEDED: Final[Mapping[Layout, tuple[tuple[str, ...], ...]]] = {
-    Layout.TOKENS: (("input_ids",),),
-    Layout.MESSAGES: (("messages",),),
-    Layout.SHAREGPT: (("conversations", "conversation"),),
-    Layout.COMPLETION: (("prompt",), ("completion", "response")),
-    Layout.ALPACA: (("instruction",), ("output", "response")),
-    Layout.CLASSIFICATION: (("text", "sentence"), ("label",)),
-    Layout.TEXT: (("text",),),
+Roles = Mapping[str, str]
+"""What is asked for, to the column that has it."""
+
+_PROMPTS: Final = ("prompt", "question", "query", "input", "instruction")
+_COMPLETIONS: Final = ("completion", "response", "answer", "output")
+_TEXT_PAIRS: Final = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text", "text_pair"))
+_TAGS: Final = ("ner_tags", "tags", "labels", "pos_tags")
+
+
+def _classified(label: str) -> tuple[tuple[Roles, ...], ...]:
+    pairs = tuple({"text": one, "text_pair": two, "label": label} for one, two in _TEXT_PAIRS)
+    return pairs, tuple({"text": text, "label": label} for text in ("text", "sentence"))
+
+
+# Of each layout the columns by which it is told. The first group of which any are there decides; two of a group are too many.
+_TOLD_BY: Final[Mapping[Layout, tuple[tuple[Roles, ...], ...]]] = {
+    Layout.TEXT: (({"text": "text"},),),
+    Layout.COMPLETION: (
+        ({"prompt": "prompt", "completion": "completion"},),
+        tuple({"prompt": prompt, "completion": completion} for prompt, completion in product(_PROMPTS, _COMPLETIONS)),
+    ),
+    Layout.MESSAGES: (({"messages": "messages"},),),
+    Layout.SHAREGPT: (({"messages": "conversations"}, {"messages": "conversation"}),),
+    Layout.ALPACA: (
+        ({"instruction": "instruction", "output": "output"}, {"instruction": "instruction", "output": "response"}),
+    ),
+    Layout.TOKENS: (({"input_ids": "input_ids"},),),
+    Layout.CLASSIFICATION: (*_classified("label"), *_classified("labels")),
+    Layout.TAGGED: tuple(({"words": words, "tags": tags},) for words, tags in product(("tokens", "words"), _TAGS)),
 }
-_MORE: Final[Mapping[Layout, tuple[str, ...]]] = {
-    Layout.TOKENS: ("labels", "attention_mask"),
+# Read from every row that has them, also where the first rows have not.
+_OPTIONAL: Final[Mapping[Layout, tuple[str, ...]]] = {
+    Layout.COMPLETION: ("tools",),
     Layout.MESSAGES: ("tools",),
     Layout.SHAREGPT: ("system", "tools"),
-    Layout.COMPLETION: ("tools",),
-    Layout.ALPACA: ("input", "system"),
+    Layout.ALPACA: ("input", "system", "history"),
+    Layout.TOKENS: ("labels", "attention_mask"),
 }
-LEARNT: Final[Mapping[Layout, str]] = {
-    Layout.TOKENS: "their labels are learnt",
-    Layout.MESSAGES: "the assistant's turns are learnt",
-    Layout.SHAREGPT: "the assistant's turns are learnt",
-    Layout.COMPLETION: "completions are learnt",
-    Layout.ALPACA: "outputs are learnt",
-    Layout.CLASSIFICATION: "labels are learnt",
-    Layout.TEXT: "all of it is learnt",
+_LEARNT_BY_MASK: Final = ("completion_mask", "assistant_masks")
+_CONVERSATIONS: Final = (Layout.COMPLETION, Layout.MESSAGES, Layout.SHAREGPT, Layout.ALPACA)
+LAYOUTS_OF: Final[Mapping[Task, tuple[Layout, ...]]] = {
+    Task.CAUSAL_LM: (Layout.TEXT, *_CONVERSATIONS, Layout.TOKENS),
+    Task.MASKED_LM: (Layout.TEXT, Layout.TOKENS),
+    Task.SEQ2SEQ_LM: (*_CONVERSATIONS, Layout.TOKENS),
+    Task.SEQUENCE_CLASSIFICATION: (Layout.CLASSIFICATION, Layout.TOKENS),
+    Task.TOKEN_CLASSIFICATION: (Layout.TAGGED, Layout.TOKENS),
+    Task.IMAGE_CLASSIFICATION: (),
+    Task.OTHER: (Layout.TOKENS,),
 }
-_ROLES: Final = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
+"""The layouts that a task can learn from."""
+
+_NAMED: Final[Mapping[Layout, str]] = {
+    Layout.TEXT: "text",
+    Layout.COMPLETION: "prompts and completions",
+    Layout.MESSAGES: "messages",
+    Layout.SHAREGPT: "ShareGPT conversations",
+    Layout.ALPACA: "Alpaca instructions",
+    Layout.TOKENS: "tokens",
+    Layout.CLASSIFICATION: "texts and labels",
+    Layout.TAGGED: "words and tags",
 }
-# Stanford's prompts (github.com/tatsu-lab/stanford_alpaca).
-_ALPACA: Final = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-_ALPACA_WITH_INPUT: Final = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
-    "appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
 
 
 @dataclass(frozen=True)
-class Text:
-    """Text by itself, with the class that it has where it has one."""
+class Columns:
+    """What the columns of a source mean.
 
-    text: str
-    label: int | float | None = None
+    Attributes:
+        layout: what they are together.
+        roles: what is asked for, to the column that has it; what need not be there included.
+        needed: the roles that every row must have.
+    """
 
+    layout: Layout
+    roles: Roles
+    needed: frozenset[str]
 
-@dataclass(frozen=True)
-class Completion:
-    """A prompt and what is to be written after it, as they stand."""
+    def said(self, sources: Sequence[str], seen: Iterable[str], learnt: str) -> str:
+        """What was found, in a sentence for people.
 
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages; of a prompt with a completion ``first`` is the number of the first message that may be learnt."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Any = None
-    first: int = 0
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens, and what is learnt of them: a label for each, other tokens, or one label for all."""
-
-    input_ids: list[int]
-    labels: list[int] | int | float
-
-
-Normal = Text | Completion | Conversation | Tokens
+        Args:
+            sources: that are alike, one or more.
+            seen: the columns that any of their rows has.
+            learnt: what is learnt of them.
+        """
+        used = [name for name in seen if name in self.roles.values()]
+        unused = [name for name in seen if name not in self.roles.values()]
+        source, hold = sources[0], "holds"
+        if len(sources) > 1:
+            source, hold = f"{sources[0]} and {len(sources) - 1} more", "hold"
+        rest = ""
+        if unused:
+            rest = f"; {_counted('column', unused)} {'is' if len(unused) == 1 else 'are'} not used"
+        return f"{source} {hold} {_NAMED[self.layout]} ({_counted('column', used)}): {learnt}{rest}."
 
 
-def layout_of(columns: Collection[str], source: str) -> Layout:
-    """The layout of records with these columns.
+def detect(rows: Iterable[Mapping[str, Any]], source: str, task: Task, layout: str = "auto") -> Columns:
+    """Tell the layout of a source from its first rows.
+
+    Args:
+        rows: one or more.
+        source: its name in messages.
+        task: what is learnt from it.
+        layout: the name of a :class:`Layout`, where it is known.
 
     Raises:
-        ValueError: none is known; or they hold preferences, which nothing here trains on.
+        ValueError: nothing is known that the task could learn from, or more than one thing.
     """
-    if {"chosen", "rejected"} <= set(columns):
-        raise ValueError(f"{source} has the columns chosen and rejected, which are preferences: give rows of one answer each.")
-    for layout, groups in _NEEDED.items():
-        if all(any(name in columns for name in group) for group in groups):
-            return layout
-    known = "; ".join(f"{layout} ({', '.join(group[0] for group in groups)})" for layout, groups in _NEEDED.items())
-    raise ValueError(
-        f"{source} has the columns {', '.join(sorted(columns))}, which are no layout known: rename them to {known}."
-    )
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    known = LAYOUTS_OF[task]
+    if layout != "auto":
+        return _as_given(Layout(layout), names, source, task)
+    _refuse_preferences(rows, names, source)
+    found = {one: groups for one in known if (groups := _matches(one, names))}
+    if Layout.TOKENS in found:
+        found = {Layout.TOKENS: found[Layout.TOKENS]}
+    if Layout.ALPACA in found:
+        found.pop(Layout.TEXT, None)
+        if not {"prompt", "completion"} <= set(names):
+            found.pop(Layout.COMPLETION, None)
+    readings = [(one, roles) for one, matches in found.items() for roles in matches]
+    if not readings:
+        raise ValueError(
+            f"{source} has {_counted('column', names)}, from which {_learner(task)} cannot learn: {_remedy(task)}."
+        )
+    if len(readings) > 1:
+        ways = " or ".join(f"{_NAMED[one]} ({', '.join(roles.values())})" for one, roles in readings)
+        remedy = f"set layout to {' or '.join(found)}" if len(found) > 1 else "rename or remove the others"
+        raise ValueError(
+            f"{source} has {_counted('column', names)}, which can be read as {ways}: {remedy}; known are {_described(known)}."
+        )
+    return _columns(*readings[0], names, task)
 
 
-def unused(columns: Collection[str], layout: Layout) -> list[str]:
-    """The columns that a layout does not read."""
-    used = {name for group in _NEEDED[layout] for name in group} | set(_MORE.get(layout, ()))
-    return sorted(set(columns) - used)
+def _matches(layout: Layout, names: Collection[str]) -> tuple[Roles, ...]:
+    """The ways in which columns of these names have the layout; one, several or none."""
+    for group in _TOLD_BY[layout]:
+        matches = tuple(roles for roles in group if all(name in names for name in roles.values()))
+        if matches:
+            return matches
+    return ()
 
 
-def normal(values: Mapping[str, Any], layout: Layout) -> Normal:
-    """A record in the form of its layout.
-
-    Raises:
-        RowRefused: a column is missing, empty, or of another type.
-    """
-    match layout:
-        case Layout.TEXT:
-            return Text(_text(values, "text"))
-        case Layout.CLASSIFICATION:
-            label = values.get("label")
-            if isinstance(label, bool) or not isinstance(label, int | float):
-                raise RowRefused(f"has label {label!r}, and a number is needed")
-            return Text(_text(values, *_NEEDED[layout][0]), label)
-        case Layout.TOKENS:
-            return _tokens(values)
-        case Layout.COMPLETION:
-            return _completion(values)
-        case Layout.MESSAGES:
-            return Conversation(_messages(values, "messages"), values.get("tools"))
-        case Layout.SHAREGPT:
-            turns = [_turn(turn) for turn in _messages(values, "conversations", "conversation")]
-            if values.get("system"):
-                turns.insert(0, {"role": "system", "content": _text(values, "system")})
-            return Conversation(turns, values.get("tools"))
-        case Layout.ALPACA:
-            asked = _text(values, "instruction")
-            if values.get("input"):
-                asked = f"{asked}\n\n{_text(values, 'input')}"
-            system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-            answer = {"role": "assistant", "content": _text(values, "output", "response")}
-            return Conversation([*system, {"role": "user", "content": asked}, answer])
+def _as_given(layout: Layout, names: Sequence[str], source: str, task: Task) -> Columns:
+    if layout not in LAYOUTS_OF[task]:
+        raise ValueError(f"layout is {layout}, from which {_learner(task)} cannot learn: {_remedy(task)}.")
+    matches = _matches(layout, names)
+    if len(matches) != 1:
+        ways = " or ".join(", ".join(roles.values()) for roles in matches) or "none"
+        raise ValueError(
+            f"{source} has {_counted('column', names)} and layout is {layout}, of which one set of columns must be there and "
+            f"{ways} is: name them as {_described((layout,))}."
+        )
+    return _columns(layout, matches[0], names, task)
 
 
-def alpaca_text(values: Mapping[str, Any]) -> Completion:
-    """A record of Alpaca's layout as its authors wrote it, for tokenizers without a chat template.
-
-    Raises:
-        RowRefused: as :func:`normal`.
-    """
-    form = _ALPACA_WITH_INPUT if values.get("input") else _ALPACA
-    given = {"instruction": _text(values, "instruction"), "input": values.get("input")}
-    return Completion(form.format(**given), _text(values, "output", "response"))
-
-
-def _completion(values: Mapping[str, Any]) -> Completion | Conversation:
-    answer = "completion" if "completion" in values else "response"
-    if isinstance(values.get("prompt"), list) or isinstance(values.get(answer), list):
-        prompt = _messages(values, "prompt")
-        return Conversation([*prompt, *_messages(values, answer)], values.get("tools"), len(prompt))
-    return Completion(_text(values, "prompt"), _text(values, answer))
+def _columns(layout: Layout, roles: Roles, names: Collection[str], task: Task) -> Columns:
+    optional = {name: name for name in _OPTIONAL.get(layout, ())}
+    if layout is Layout.ALPACA and "context" in names and "input" not in names:
+        optional["input"] = "context"
+    if layout is Layout.TOKENS:
+        optional |= {name: name for name in (_LEARNT_BY_MASK if task is Task.CAUSAL_LM else ("token_type_ids",))}
+        if task is Task.SEQUENCE_CLASSIFICATION and "labels" not in names:
+            optional["labels"] = "label"
+    return Columns(layout, {**roles, **optional}, frozenset(roles))
 
 
-def _text(values: Mapping[str, Any], *names: str) -> str:
-    name = next((name for name in names if name in values), None)
-    if name is None:
-        raise RowRefused(f"has no {names[0]!r}, and it is needed")
-    text = values[name]
-    if not isinstance(text, str):
-        raise RowRefused(f"has {name!r} as {_kind(text)}, and text is needed")
-    if not text.strip():
-        raise RowRefused(f"has a {name!r} {'of white space alone' if text else 'that is empty'}, and text is needed")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RowRefused(f"has half of a surrogate pair in {name!r}, which is no text")
-    return text
+def _refuse_preferences(rows: Sequence[Mapping[str, Any]], names: Collection[str], source: str) -> None:
+    """Refuse answers that are compared, since learning all of them alike would teach the bad ones."""
+    compared = {"chosen", "rejected"} <= set(names)
+    judged = {"prompt", "completion", "label"} <= set(names) and any(isinstance(row.get("label"), bool) for row in rows)
+    if compared or judged:
+        shown = "chosen, rejected" if compared else "prompt, completion and a true or false label"
+        raise ValueError(
+            f"{source} is preference data ({shown}), which is for DPO and its like and not learnt from here: keep the good answers "
+            f"as prompt and completion."
+        )
 
 
-def _messages(values: Mapping[str, Any], *names: str) -> list[Mapping[str, Any]]:
-    name = next((name for name in names if name in values), None)
-    if name is None:
-        raise RowRefused(f"has no {names[0]!r}, and it is needed")
-    messages = values[name]
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except ValueError:
-            raise RowRefused(f"has {name!r} as text, and a list of messages is needed") from None
-    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-        raise RowRefused(f"has {name!r} as {_kind(messages)}, and a list of messages is needed")
-    if not messages:
-        raise RowRefused(f"has a {name!r} that is empty, and messages are needed")
-    return list(messages)
+def _remedy(task: Task) -> str:
+    if not LAYOUTS_OF[task]:
+        return "give rows of tensors, or a data_collator that makes them"
+    more = ", or give rows of tensors or a data_collator" if task is Task.OTHER else ""
+    return f"known are {_described(LAYOUTS_OF[task])}{more}"
 
 
-def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn of ShareGPT as a message."""
-    who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if who not in _ROLES:
-        raise RowRefused(f"has a turn from {who!r}, and known are {', '.join(_ROLES)}")
-    rest = {name: value for name, value in turn.items() if name not in ("from", "role", "value", "content")}
-    return {"role": _ROLES[who], "content": said, **rest}
+def _learner(task: Task) -> str:
+    return "a model of another kind" if task is Task.OTHER else f"the task {task}"
 
 
-def _tokens(values: Mapping[str, Any]) -> Tokens:
-    ids = _numbers(values, "input_ids")
-    given = values.get("labels", ids)
-    labels = given if isinstance(given, int | float) and not isinstance(given, bool) else _numbers({"labels": given}, "labels")
-    if values.get("attention_mask") is None:
-        return Tokens(ids, labels)
-    mask = _numbers(values, "attention_mask")
-    if len(mask) != len(ids):
-        raise RowRefused(f"has {len(mask)} attention_mask for {len(ids)} input_ids, and each token has one")
-    # What is masked is padding.
-    kept = [place for place, real in enumerate(mask) if real]
-    if isinstance(labels, list) and len(labels) == len(ids):
-        labels = [labels[place] for place in kept]
-    return Tokens([ids[place] for place in kept], labels)
+def _described(layouts: Iterable[Layout]) -> str:
+    """Layouts with the columns by which they are told, of each the first way that needs the fewest."""
+    ways = {layout: min(chain.from_iterable(_TOLD_BY[layout]), key=len) for layout in layouts}
+    return "; ".join(f"{layout} ({', '.join(roles.values())})" for layout, roles in ways.items())
 
 
-def _numbers(values: Mapping[str, Any], name: str) -> list[int]:
-    found: Any = values.get(name)
-    found = found.tolist() if hasattr(found, "tolist") else found
-    if not isinstance(found, list | tuple) or not all(type(number) is int for number in found):
-        raise RowRefused(f"has {name!r} as {_kind(found)}, and a list of whole numbers is needed")
-    if not found:
-        raise RowRefused(f"has a {name!r} that is empty, and tokens are needed")
-    return list(found)
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+def _counted(noun: str, names: Sequence[str]) -> str:
+    return f"{noun}{'s' * (len(names) != 1)} {', '.join(names)}" if names else f"no {noun}s"

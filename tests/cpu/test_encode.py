@@ -1,300 +1,398 @@
-"""Records become rows: what is learnt, with one beginning and one end, and nothing is lost without a word."""
+"""Records as examples of a causal model: what begins and ends them, what is learnt, what is cut, refused and counted."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
-from toys import BYTES
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from chats import ASK_CHATML, CASES, CHATML_LOOP, TALK, byte_level, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from memtrain import Trainer
 from memtrain.data.encode import Encoder, Reading
-from memtrain.data.layouts import Layout, layout_of, unused
 from memtrain.data.options import DataOptions
-from memtrain.data.records import BadRow, Origin, Record
-from memtrain.data.rows import IGNORED
+from memtrain.data.records import BadRow, Origin, Record, RowRefused
 from memtrain.data.task import Task
 
-BOS, EOS, PAD = 0, 1, 2
+Row = Mapping[str, Any]
+CHATML = "{% for m in messages %}" + CHATML_LOOP + "{% endfor %}" + ASK_CHATML
 
 
-def begins() -> Any:
-    """A tokenizer of one token per byte that sets its begin token before each text, as Llama's does."""
-    from tokenizers import Tokenizer, processors
-
-    backend = Tokenizer.from_str(BYTES.backend_tokenizer.to_str())
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>")
+def records(rows: Sequence[Row], source: str = "rows.jsonl") -> list[Record | BadRow]:
+    return [Record(row, Origin(source, number)) for number, row in enumerate(rows, start=1)]
 
 
-def ids(text: str) -> list[int]:
-    return list(BYTES.encode(text, add_special_tokens=False))
-
-
-def rows_of(
-    *rows: Mapping[str, Any], length: int = 100, task: Task = Task.CAUSAL_LM, tokenizer: Any = BYTES, **options: Any
-) -> tuple[list[tuple[Any, Any]], Reading]:
+def read(
+    tokenizer: Any,
+    rows: Sequence[Row] | Sequence[Record | BadRow],
+    *,
+    length: int = 16,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> tuple[list[Any], Reading]:
+    """The columns of all examples, and what was counted."""
+    encoder = Encoder(tokenizer, Task.CAUSAL_LM, DataOptions(**options), sequence_length=length, vocab_size=vocab_size)
     reading = Reading("data", length)
-    encoder = Encoder(tokenizer, task, DataOptions(**options), sequence_length=length, vocab_size=259)
-    records = [Record(row, Origin("a.jsonl", line)) for line, row in enumerate(rows, start=1)]
-    return [(row["input_ids"], row["labels"]) for row in encoder.encode_all(records, reading)], reading
+    given = [row if isinstance(row, Record | BadRow) else Record(row, Origin("rows.jsonl", n)) for n, row in enumerate(rows, 1)]
+    return list(encoder.encode_all(given, reading)), reading
 
 
-def asked(prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-    return prompt + answer, [IGNORED] * len(prompt) + answer
+def pairs(tokenizer: Any, rows: Sequence[Row], **more: Any) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of each example."""
+    return [(columns["input_ids"], columns["labels"]) for columns in read(tokenizer, rows, **more)[0]]
 
 
-def said(*turns: str, keys: tuple[str, str] = ("role", "content"), names: tuple[str, str] = ("user", "assistant")) -> list[Any]:
-    return [{keys[0]: names[number % 2], keys[1]: turn} for number, turn in enumerate(turns)]
+def refused(tokenizer: Any, row: Row, *, length: int = 16, **options: Any) -> str:
+    """Why a row is refused."""
+    encoder = Encoder(tokenizer, Task.CAUSAL_LM, DataOptions(**options), sequence_length=length, vocab_size=12)
+    with pytest.raises(RowRefused) as error:
+        encoder.encode(Record(row, Origin("rows.jsonl", 1)))
+    return str(error.value)
 
 
-# ---------------------------------------------------------------------- what is learnt
+# In `words` a is 6, b is 7 and so on, <bos> 1, <eos> 2.
 
 
-def test_all_of_a_text_and_its_end_is_learnt() -> None:
-    whole = [*ids("ab"), EOS]
-    assert rows_of({"text": "ab"})[0] == [(whole, whole)]
-    # The end is there once, however it comes, and so is the beginning.
-    assert rows_of({"text": "ab<|eos|>"})[0] == [(whole, whole)]
-    for text in ("ab", "<|bos|>ab"):
-        assert rows_of({"text": text}, tokenizer=begins())[0] == [([BOS, *whole], [BOS, *whole])]
+# tok-04, where padding is the end of sequence: nothing is masked by what a token is.
+def test_each_text_ends_once_and_a_row_that_is_cut_without_its_end_is_counted() -> None:
+    tokenizer = words()
+    tokenizer.pad_token = tokenizer.eos_token
+    columns, reading = read(tokenizer, [{"text": "a b"}, {"text": "a b c d"}, {"text": "a <eos>"}], length=4)
+    assert [row["input_ids"] for row in columns] == [[6, 7, 2], [6, 7, 8, 9], [6, 2]]
+    assert [row["labels"] for row in columns] == [[6, 7, 2], [6, 7, 8, 9], [6, 2]]
+    assert (reading.truncated, reading.without_end, reading.tokens, reading.learnt) == (1, 1, 9, 6)
+    assert "data: 1 row cut at 4 tokens, 1 of them within what is learnt, so without its end." in reading.lines()
 
 
-def test_of_a_prompt_with_a_completion_that_and_its_end_are_learnt() -> None:
-    answer = [*ids("cd"), EOS]
-    assert rows_of({"prompt": "ab", "completion": "cd"})[0] == [asked(ids("ab"), answer)]
-    assert rows_of({"prompt": "ab", "response": "cd"}, tokenizer=begins())[0] == [asked([BOS, *ids("ab")], answer)]
-    assert rows_of({"prompt": "ab", "completion": "cd"}, train_on="everything")[0] == [(ids("ab") + answer,) * 2]
+def test_what_the_tokenizer_sets_before_a_text_stands_there_once() -> None:
+    rows = [{"text": "a"}, {"text": "<bos> a <eos>"}]
+    assert pairs(words(begin=True), rows) == [([1, 6, 2], [1, 6, 2])] * 2
+    # A tokenizer that sets the end by itself does not double it.
+    assert pairs(words(begin=True, end=True), rows) == [([1, 6, 2], [1, 6, 2])] * 2
+    assert pairs(words(), rows[:1]) == [([6, 2], [6, 2])]
 
 
-def test_of_conversations_in_any_layout_the_answers_are_learnt() -> None:
-    one = asked([BOS, *ids("user\na"), EOS, *ids("\nassistant\n")], [*ids("b"), EOS])
-    messages = said("a", "b")
-    assert rows_of({"messages": messages})[0] == [one]
-    assert rows_of({"messages": json.dumps(messages)})[0] == [one]
-    assert rows_of({"conversations": said("a", "b", keys=("from", "value"), names=("human", "gpt"))})[0] == [one]
-    assert rows_of({"instruction": "a", "output": "b"})[0] == [one]
-    assert rows_of({"prompt": messages[:1], "completion": messages[1:]})[0] == [one]
+def test_a_completion_is_made_tokens_of_apart_and_learnt_with_its_end() -> None:
+    rows = [{"prompt": "a b", "completion": "c"}, {"prompt": "<bos> a", "completion": "b <eos>"}]
+    assert pairs(words(begin=True), rows) == [
+        ([1, 6, 7, 8, 2], [-100, -100, -100, 8, 2]),
+        ([1, 6, 7, 2], [-100, -100, 7, 2]),
+    ]
+    assert pairs(words(), rows[:1], train_on="everything") == [([6, 7, 8, 2], [6, 7, 8, 2])]
+    # A tokenizer that would join them: "d s" is one token where they stand together.
+    tokenizer = byte_level()
+    ((ids, labels),) = pairs(tokenizer, [{"prompt": "c d", "completion": " said"}], length=99)
+    apart = [tokenizer.encode(text, add_special_tokens=False) for text in ("c d", " said")]
+    assert ids == apart[0] + apart[1] + [tokenizer.eos_token_id]
+    assert labels == [-100] * len(apart[0]) + ids[len(apart[0]) :]
 
 
-def test_alpaca_without_a_chat_template_is_written_as_by_its_authors() -> None:
-    ((tokens, labels),), _ = rows_of({"instruction": "Add.", "input": "1 1", "output": "2"}, length=900, tokenizer=begins())
-    written = BYTES.decode(tokens)
-    assert written.startswith("<|bos|>Below is an instruction that describes a task, paired with an input")
-    assert written.endswith("### Instruction:\nAdd.\n\n### Input:\n1 1\n\n### Response:\n2<|eos|>")
-    assert [label for label in labels if label != IGNORED] == [*ids("2"), EOS]
+def test_conversations_are_written_by_the_template_and_answers_are_learnt() -> None:
+    tokenizer = byte_level("<|im_start|>", "<|im_end|>")
+    tokenizer.chat_template = CHATML
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]} for turn in TALK]
+    ((ids, labels),) = pairs(tokenizer, [{"messages": TALK}], length=99)
+    # The newline behind the last answer teaches nothing.
+    assert [*ids, *tokenizer.encode("\n")] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert tokenizer.decode([label for label in labels if label != -100]) == "c d<|im_end|>f<|im_end|>"
+    assert pairs(tokenizer, [{"conversations": turns}], length=99) == [(ids, labels)]
+    # Of a prompt no answer is learnt.
+    ((again, labels),) = pairs(tokenizer, [{"prompt": TALK[:3], "completion": TALK[3:]}], length=99)
+    assert again == ids
+    assert tokenizer.decode([label for label in labels if label != -100]) == "f<|im_end|>"
+    whole = tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert pairs(tokenizer, [{"messages": TALK}], length=99, train_on="everything") == [(whole, whole)]
+    # chat-03: a row that is cut has what is left of its answers.
+    columns, reading = read(tokenizer, [{"messages": TALK}], length=ids.index(tokenizer.convert_tokens_to_ids("c")) + 1)
+    assert tokenizer.decode([label for label in columns[0]["labels"] if label != -100]) == "c"
+    assert (reading.truncated, reading.without_end) == (1, 1)
+    # One that is cut in a question has the whole answers before it.
+    columns, reading = read(tokenizer, [{"messages": TALK}], length=ids.index(tokenizer.convert_tokens_to_ids("f")) - 12)
+    assert tokenizer.decode([label for label in columns[0]["labels"] if label != -100]) == "c d<|im_end|>"
+    assert (reading.truncated, reading.without_end) == (1, 0)
 
 
-def test_tokens_are_taken_as_they_are_and_what_is_masked_is_padding() -> None:
-    given = {"input_ids": [5, 6, 7, PAD], "labels": [IGNORED, 6, 7, IGNORED], "attention_mask": [1, 1, 1, 0]}
-    assert rows_of(given)[0] == [([5, 6, 7], [IGNORED, 6, 7])]
-    assert rows_of({"input_ids": torch.tensor([5, 6])})[0] == [([5, 6], [5, 6])]
+def test_alpaca_is_written_by_the_template_where_there_is_one() -> None:
+    row = {"instruction": "a", "input": "", "output": "c d"}
+    tokenizer = byte_level("<|im_start|>", "<|im_end|>")
+    tokenizer.chat_template = None
+    columns, reading = read(tokenizer, [row], length=999)
+    assert tokenizer.decode(columns[0]["input_ids"]).endswith("### Response:c d<|eos|>")
+    assert reading.layouts() == [
+        "rows.jsonl holds Alpaca instructions (columns instruction, input, output): written by the Alpaca prompt, outputs are learnt."
+    ]
+    columns, reading = read(tokenizer, [row], length=999, chat_template=CASES["ChatML"].template)
+    assert tokenizer.decode(columns[0]["input_ids"]) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nc d<|im_end|>"
+    assert "written by the chat template" in reading.layouts()[0]
+    with pytest.raises(ValueError, match="the tokenizer has no chat template, and conversations are written through one"):
+        read(byte_level_without_template(), [{"conversations": TALK}])
 
 
-def test_other_tasks_make_other_rows_of_the_same() -> None:
-    made, _ = rows_of({"prompt": "ab", "completion": "c"}, task=Task.SEQ2SEQ_LM, tokenizer=begins())
-    assert made == [([BOS, *ids("ab")], [*ids("c"), EOS])]
-    assert rows_of({"text": "ab"}, task=Task.MASKED_LM)[0] == [(ids("ab"), ids("ab"))]
-    assert rows_of({"text": "ab", "label": 2}, task=Task.SEQUENCE_CLASSIFICATION)[0] == [(ids("ab"), 2)]
-    assert rows_of({"input_ids": [5, 6], "labels": 2}, task=Task.SEQUENCE_CLASSIFICATION)[0] == [([5, 6], 2)]
-    assert rows_of({"input_ids": [5, 6], "labels": [7]}, task=Task.SEQ2SEQ_LM)[0] == [([5, 6], [7])]
-    assert rows_of({"input_ids": [5, 6]}, task=Task.MASKED_LM)[0] == [([5, 6], [5, 6])]
-    with pytest.raises(ValueError, match="the task is image_classification, for which no rows are made of records"):
-        rows_of({"text": "ab"}, task=Task.IMAGE_CLASSIFICATION)
+def byte_level_without_template() -> Any:
+    tokenizer = byte_level()
+    tokenizer.chat_template = None
+    return tokenizer
 
 
-# ---------------------------------------------------------------------- length
-
-
-def test_a_row_that_is_cut_loses_its_end_and_is_counted() -> None:
-    made, reading = rows_of({"text": "abcd"}, {"text": "ab"}, length=4)
-    assert made == [(ids("abcd"),) * 2, ([*ids("ab"), EOS],) * 2]
-    assert reading.lines()[1] == "data: 1 rows are cut off after 4 tokens."
-
-
-def test_long_text_may_be_split_without_losing_a_token_or_leaving_one_alone() -> None:
-    made, _ = rows_of({"text": "x" * 19}, length=8, long_rows="split")
-    assert [len(row) for row, _ in made] == [8, 8, 4]
-    assert [len(row) for row, _ in rows_of({"text": "x" * 16}, length=8, long_rows="split")[0]] == [8, 7, 2]
-    with pytest.raises(ValueError, match="long_rows is split, and data has the layout completion"):
-        rows_of({"prompt": "a", "completion": "b"}, long_rows="split")
-
-
-def test_long_rows_may_be_left_out_and_are_counted() -> None:
-    made, reading = rows_of({"text": "abcdef"}, {"text": "a"}, length=4, long_rows="leave_out")
-    assert len(made) == 1
-    assert "data: 1 rows are longer than 4 tokens and left out." in reading.lines()
-    with pytest.raises(ValueError, match="all 1 rows of data are longer than 4 tokens: raise sequence_length"):
-        rows_of({"text": "abcdef"}, length=4, long_rows="leave_out")
-
-
-# ---------------------------------------------------------------------- what cannot be used
+def test_tokens_are_taken_as_they_are_and_learnt_as_labels_and_masks_say() -> None:
+    rows: list[Row] = [
+        {"input_ids": [5, 6, 7]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 8]},
+        {"input_ids": [0, 5, 6, 7], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 6, 7]},
+        {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]},
+        {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]},
+    ]
+    assert pairs(words(), rows, vocab_size=9) == [
+        ([5, 6, 7], [5, 6, 7]),
+        ([5, 6, 7], [-100, 6, 8]),
+        ([5, 6, 7], [-100, 6, 7]),
+        ([5, 6, 7], [-100, -100, 7]),
+        ([5, 6, 7, 8], [-100, 6, -100, 8]),
+    ]
+    # Without a tokenizer as well, which only text needs.
+    assert pairs(None, rows[:1]) == [([5, 6, 7], [5, 6, 7])]
+    with pytest.raises(ValueError, match=r"^rows.jsonl is text, and there is no tokenizer to read it with: give tokenizer\.$"):
+        read(None, [{"text": "a"}])
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": ""}, "has a 'text' that is empty"),
-        ({"text": " \n"}, "has a 'text' of white space alone"),
-        ({"text": 5}, "has 'text' as int '5', and text is needed"),
-        ({"text": None}, "has 'text' as nothing"),
-        ({"other": "x"}, "has no 'text', and it is needed"),
-        ({"text": "\ud800"}, "has half of a surrogate pair in 'text'"),
+        ({"text": "<bos>"}, "has a text that gives no token but those of its ends, so only the end would be learnt"),
+        ({"text": "<eos>"}, "has a text that gives no token but those of its ends, so only the end would be learnt"),
+        (
+            {"prompt": "a", "completion": "<eos>"},
+            "has a completion that gives no token but those of its ends, so only the end would be learnt",
+        ),
+        ({"input_ids": [5]}, "has 1 token, and there must be one to predict after it"),
+        ({"input_ids": [5, 12]}, "has 12 at place 1 of 'input_ids', and tokens of the vocabulary are 0 to 11"),
+        ({"input_ids": [5, -100]}, "has -100 at place 1 of 'input_ids', and tokens of the vocabulary are 0 to 11"),
+        (
+            {"input_ids": [5, 6], "labels": [-100, 12]},
+            "has 12 at place 1 of 'labels', and tokens of the vocabulary are 0 to 11, or -100 for none",
+        ),
+        ({"input_ids": [5, 6], "labels": [5]}, "has 1 labels and 2 tokens, and each token needs one"),
+        ({"input_ids": [5, 6], "labels": 5}, "has 5 for its labels and 2 tokens, and each token needs one"),
+        # The first label is no target, since a causal model shifts them.
+        ({"input_ids": [5, 6], "labels": [5, -100]}, "has 2 tokens of which none is learnt"),
+        ({"input_ids": [5, 6], "completion_mask": [0, 0]}, "has 2 tokens of which none is learnt"),
     ],
 )
-def test_text_that_cannot_be_used_is_named_by_file_and_line(row: Mapping[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"1 of 2 rows of data cannot be used: mend them, .*\n  a\.jsonl, line 2, {reason}"):
-        rows_of({"text": "good"}, row)
-    made, reading = rows_of({"text": "good"}, row, on_bad_row="skip")
-    assert (len(made), reading.bad, reading.read) == (1, 1, 2)
+def test_a_row_from_which_nothing_would_be_learnt_is_refused(row: Row, reason: str) -> None:
+    assert refused(words(begin=True), row) == reason
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "reason"),
-    [
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": " "}, "has a 'completion' of white space alone"),
-        (
-            {"prompt": "a", "completion": "b"},
-            {"prompt": "a" * 20, "completion": "b"},
-            "has 20 tokens before the first that is learnt",
-        ),
-        ({"messages": said("a", "b")}, {"messages": "hello"}, "has 'messages' as text, and a list of messages is needed"),
-        ({"messages": said("a", "b")}, {"messages": []}, "has a 'messages' that is empty"),
-        ({"messages": said("a", "b")}, {"messages": 3}, "has 'messages' as int '3'"),
-        ({"messages": said("a", "b")}, {"x": 3}, "has no 'messages'"),
-        (
-            {"conversations": [*said("a", "b", keys=("from", "value"))]},
-            {"conversations": [{"from": "me"}]},
-            "has a turn from 'me'",
-        ),
-        ({"input_ids": [5, 6]}, {"input_ids": [5, 999]}, "has tokens from 5 to 999, and the model knows 0 to 258"),
-        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5, 400]}, "has the label 400"),
-        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5]}, "has 1 labels for 2 input_ids"),
-        ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [5, IGNORED]}, "has nothing to learn"),
-        ({"input_ids": [5, 6]}, {"input_ids": [5]}, "has nothing to learn"),
-        ({"input_ids": [5, 6]}, {"input_ids": []}, "has a 'input_ids' that is empty"),
-        ({"input_ids": [5, 6]}, {"input_ids": "5 6"}, "has 'input_ids' as str '5 6', and a list of whole numbers"),
-    ],
-)
-def test_rows_of_any_layout_that_cannot_be_used_are_named(good: Any, bad: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2, {reason}"):
-        rows_of(good, bad, length=20)
+def test_what_no_conversation_can_be_is_a_bad_row_too() -> None:
+    reason = refused(byte_level_cached(), {"messages": TALK[:1]})
+    assert reason == "has no message of the assistant in its conversation, so there is nothing to learn"
 
 
-def test_rows_of_other_tasks_that_cannot_be_used_are_named() -> None:
-    for row, task, reason in (
-        ({"text": "a", "label": "x"}, Task.SEQUENCE_CLASSIFICATION, "has label 'x', and a number is needed"),
-        ({"text": "a"}, Task.SEQUENCE_CLASSIFICATION, "has no 'label'"),
-        ({"prompt": "a", "completion": "b"}, Task.MASKED_LM, "is no text, which this model reads"),
-        ({"text": "<|eos|>"}, Task.MASKED_LM, "has nothing but special tokens"),
-        ({"text": "a"}, Task.SEQ2SEQ_LM, "has no prompt with a completion"),
-        ({"input_ids": [5], "labels": [IGNORED]}, Task.SEQ2SEQ_LM, "has nothing to learn: none of its labels counts"),
-        ({"input_ids": [5], "labels": [1]}, Task.SEQUENCE_CLASSIFICATION, "has 1 labels, and one is needed"),
-        ({"input_ids": [5], "labels": 1}, Task.CAUSAL_LM, "has 1 labels for 1 input_ids, and each token has one"),
-        ({"input_ids": [5, 6], "attention_mask": [1]}, Task.CAUSAL_LM, "has 1 attention_mask for 2 input_ids"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            rows_of(row, task=task)
+def test_a_row_whose_answer_is_cut_off_is_refused() -> None:
+    row = {"prompt": "a b c d e", "completion": "f"}
+    assert refused(words(begin=True), row, length=5) == "has nothing that is learnt left within 5 tokens (the prompt has 6)"
+    assert pairs(words(begin=True), [row], length=7) == [([1, 6, 7, 8, 9, 10, 11], [-100] * 6 + [11])]
 
 
-def test_a_count_and_the_first_ten_are_shown() -> None:
-    with pytest.raises(
-        ValueError, match="12 of 12 rows of data cannot be used: give rows that can; the first 10 are:"
-    ) as refused:
-        rows_of(*[{"text": ""}] * 12, on_bad_row="skip") if layout_of({"text": ""}, "a") else None
-    assert str(refused.value).count("a.jsonl, line") == 10
+# dat-05
+def test_empty_rows_are_refused_and_one_token_has_the_end_for_a_target() -> None:
+    rows = [{"text": text} for text in ("", "  ", "a", "a b")]
+    columns, reading = read(words(), rows, on_bad_row="skip")
+    assert [row["input_ids"] for row in columns] == [[6, 2], [6, 7, 2]]
+    assert (reading.read, reading.kept, reading.bad) == (4, 2, 2)
+    with pytest.raises(ValueError, match=r"^data: none of 2 rows can be used:\n") as error:
+        read(words(), rows[:2], on_bad_row="skip")
+    assert str(error.value).endswith("and a text that is not empty is needed\nmend them.")
 
 
-def test_what_a_source_could_not_read_is_counted_with_the_rest() -> None:
-    reading = Reading("data", 9)
-    encoder = Encoder(BYTES, Task.CAUSAL_LM, DataOptions(on_bad_row="skip", limit=2), sequence_length=9)
-    records = [
-        BadRow(Origin("a", 1), "is no JSON"),
-        Record({"text": "x"}, Origin("a", 2)),
-        Record({"text": "y"}, Origin("a", 3)),
+# pack-02
+def test_long_text_is_cut_split_or_left_out_and_counted() -> None:
+    rows = [{"input_ids": list(range(20))}, {"input_ids": [5, 6]}]
+    assert pairs(words(), rows, length=8) == [(list(range(8)), list(range(8))), ([5, 6], [5, 6])]
+    columns, reading = read(words(), rows, length=8, long_rows="split")
+    assert [row["input_ids"] for row in columns] == [[*range(8)], [*range(8, 16)], [*range(16, 20)], [5, 6]]
+    assert (reading.read, reading.kept, reading.examples, reading.split, reading.tokens, reading.learnt) == (2, 2, 4, 1, 22, 18)
+    assert reading.lines()[1:] == [
+        "data: 2 rows (4 after splitting), 22 tokens, 18 learnt.",
+        "data: 1 row of more than 8 tokens cut into several.",
     ]
-    assert len(list(encoder.encode_all(records, reading))) == 1
-    assert (reading.read, reading.lines()[-1]) == (2, "  a, line 1, is no JSON")
-    with pytest.raises(ValueError, match="there is no row in data"):
-        list(encoder.encode_all([], Reading("data", 9)))
-
-
-def test_a_tokenizer_without_an_end_is_refused() -> None:
-    endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
-    with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token, and one must end what is learnt"):
-        rows_of({"text": "a"}, tokenizer=endless)
-
-
-# ---------------------------------------------------------------------- layouts and options
-
-
-def test_the_layout_is_told_by_the_columns_and_said() -> None:
-    assert layout_of({"messages", "text"}, "a") is Layout.MESSAGES
-    assert unused({"text", "id"}, Layout.TEXT) == ["id"]
-    _, reading = rows_of({"messages": said("a", "b"), "id": 7})
-    assert reading.layout == "The layout is messages: the assistant's turns are learnt; not read: id."
+    columns, reading = read(words(), rows, length=8, long_rows="leave_out")
+    assert [row["input_ids"] for row in columns] == [[5, 6]]
+    assert "data: 1 row of more than 8 tokens left out." in reading.lines()
     with pytest.raises(
-        ValueError, match=r"a\.csv has the columns body, title, which are no layout known: rename them to tokens"
+        ValueError, match=r"^data: each of 1 row has more than 8 tokens and long_rows is leave_out, so none is left: "
     ):
-        layout_of({"title", "body"}, "a.csv")
-    with pytest.raises(ValueError, match="has the columns chosen and rejected, which are preferences"):
-        layout_of({"prompt", "chosen", "rejected"}, "a")
+        read(words(), rows[:1], length=8, long_rows="leave_out")
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"sequence_length": 1}, "sequence_length is 1, and it must be 2 or more tokens"),
-        ({"limit": 0}, "limit is 0, and it must be 1 or more rows"),
-        ({"layout": "chatty"}, "layout is 'chatty', and it must be one of auto, tokens, messages"),
-        ({"on_bad_row": "drop"}, "on_bad_row is 'drop', and it must be one of stop, skip"),
-    ],
-)
-def test_an_option_that_there_is_not_is_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        DataOptions(**given)
+@given(count=st.integers(2, 60), length=st.integers(2, 9))
+def test_a_text_that_is_split_loses_no_token_and_each_piece_has_a_target(count: int, length: int) -> None:
+    columns, reading = read(None, [{"input_ids": list(range(count))}], length=length, long_rows="split")
+    pieces = [row["input_ids"] for row in columns]
+    assert all(2 <= len(piece) <= length for piece in pieces)
+    # With pieces of two tokens the last may begin with one that the piece before ends with.
+    joined = [token for piece in pieces for token in piece]
+    assert sorted({*joined}) == list(range(count))
+    assert len(joined) == count + (length == 2 and count % 2)
+    assert reading.learnt == len(joined) - len(pieces)
 
 
-# ---------------------------------------------------------------------- a run
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=264, max_position_embeddings=64, **shape))
-
-
-@pytest.mark.parametrize("given", [{}, {"packing": True}, {"constraints": {"micro_batch_size": 1}}, {"group_by_length": True}])
-def test_a_file_of_conversations_trains_the_loss_of_its_answers(tmp_path: Path, given: dict[str, Any]) -> None:
-    turns = [("hi", "hello"), ("what", "a longer answer than that"), ("q", "a"), ("bye", "see you")]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": said(*turn)}) + "\n" for turn in turns))
-    rows, _ = rows_of(*({"messages": said(*turn)} for turn in turns))
-    total, counted = 0.0, 0
-    for tokens, labels in rows:
-        logits = llama()(input_ids=torch.tensor([tokens])).logits[0, :-1]
-        target = torch.tensor(labels[1:])
-        total += torch.nn.functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum").item()
-        counted += int((target != IGNORED).sum())
-    trainer = Trainer(
-        model=llama(),
-        data=file,
-        eval_data=file,
-        tokenizer=BYTES,
-        budget="64MiB",
-        global_batch_size=4,
-        steps=2,
-        progress=False,
-        **given,
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="long_rows is split, and rows with layout completion would lose the questions"):
+        read(words(), [{"prompt": "a", "completion": "b"}], long_rows="split")
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    assert refused(words(), row, length=2, long_rows="split") == (
+        "has 3 tokens of which some are not learnt, and long_rows is split, which cuts text alone: set long_rows to truncate or leave_out"
     )
-    result = trainer.train()
-    first, _ = (row for row in result.metrics if "loss" in row)
-    assert first["loss"] == pytest.approx(total / counted, rel=1e-5)
-    assert result.evaluations[0][1] == pytest.approx(total / counted, rel=1e-5)
-    # Four rows fill one pack, which is fewer than a step may have.
-    assert given == {"packing": True} or result.comparison.peak_error == pytest.approx(0, abs=0.002)
+
+
+def test_what_does_not_go_with_the_rows_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^train_on is completions, and rows of text have none: set train_on to everything, or to auto\.$"
+    ):
+        read(words(), [{"text": "a"}], train_on="completions")
+    endless = words()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token, and one must follow each text, so that"):
+        read(endless, [{"text": "a"}])
+    with pytest.raises(
+        ValueError, match="the tokenizer has no end-of-sequence token, and one must follow each completion: set"
+    ):
+        read(endless, [{"prompt": "a", "completion": "b"}], chat_template=CHATML)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def test_bad_rows_are_told_together_with_their_lines() -> None:
+    rows = [
+        *records([{"text": "a"}]),
+        BadRow(Origin("rows.jsonl", 2), "is no valid JSON"),
+        *records([{"text": ""}] * 11, "more.jsonl"),
+    ]
+    lines = "".join(
+        f"  more.jsonl, line {number}, has '' for 'text', and a text that is not empty is needed\n" for number in range(1, 10)
+    )
+    with pytest.raises(ValueError, match=r"^data: 12 of 13 rows cannot be used:\n") as error:
+        read(words(), rows)
+    assert str(error.value) == (
+        f"data: 12 of 13 rows cannot be used:\n  rows.jsonl, line 2, is no valid JSON\n{lines}  and 2 more\n"
+        "mend them, or leave them out with on_bad_row=skip."
+    )
+    columns, reading = read(words(), rows, on_bad_row="skip")
+    assert [row["input_ids"] for row in columns] == [[6, 2]]
+    assert reading.lines() == [
+        "rows.jsonl and 1 more hold text (column text): every token is learnt.",
+        "data: 1 row, 2 tokens, 1 learnt.",
+        "data: 12 rows of 13 cannot be used and left out:",
+        "  rows.jsonl, line 2, is no valid JSON",
+        *lines.rstrip("\n").split("\n"),
+        "  and 2 more",
+    ]
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^there is no row in data, and training needs 1 or more: give rows\.$"):
+        read(words(), [])
+    only_bad = [BadRow(Origin("rows.jsonl", 1), "is empty")]
+    with pytest.raises(ValueError, match=r"^data: none of 1 row can be used:\n  rows.jsonl, line 1, is empty\nmend them\.$"):
+        read(words(), only_bad)
+
+
+def test_each_source_has_a_layout_of_its_own() -> None:
+    rows = [*records([{"text": "a"}], "a.jsonl"), *records([{"prompt": "a", "completion": "b", "id": 1}], "b.jsonl")]
+    columns, reading = read(words(), rows)
+    assert [row["labels"] for row in columns] == [[6, 2], [-100, 7, 2]]
+    assert reading.layouts() == [
+        "a.jsonl holds text (column text): every token is learnt.",
+        "b.jsonl holds prompts and completions (columns prompt, completion): completions are learnt; column id is not used.",
+    ]
+
+
+def test_no_more_rows_are_read_than_are_asked_for() -> None:
+    rows = [{"text": "a"}, {"text": "a b"}, {"text": ""}]
+    assert len(read(words(), rows, limit=2)[0]) == 2
+    encoder = Encoder(words(), Task.CAUSAL_LM, DataOptions(), sequence_length=8)
+
+    def endless() -> Iterator[Record]:
+        number = 0
+        while True:
+            yield Record({"text": "a"}, Origin("stream", number, "row"))
+            number += 1
+
+    reading = Reading("data", 8)
+    assert len(list(encoder.encode_all(endless(), reading, enough=300))) == reading.kept == 300
+
+
+def test_a_row_becomes_the_same_alone_and_among_others() -> None:
+    tokenizer = byte_level()
+    rows = [{"prompt": "c d" * number, "completion": " said so."} for number in range(1, 600)]
+    encoder = Encoder(tokenizer, Task.CAUSAL_LM, DataOptions(), sequence_length=4000)
+    alone = [encoder.encode(record)[0].columns for record in records(rows) if isinstance(record, Record)]
+    assert read(tokenizer, rows, length=4000)[0] == alone
+
+
+# What JSON may hold, where a layout is meant and where it is not.
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-200, 300) | st.floats() | st.text(max_size=6) | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(("role", "content", "from", "value", "tool_calls", "weight")), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+SAID = st.sampled_from(("user", "assistant", "human", "gpt", "system", "function_call")) | ANY
+TURN = st.fixed_dictionaries({"role": SAID, "content": st.text(max_size=4) | ANY}) | st.fixed_dictionaries(
+    {"from": SAID, "value": ANY}
+)
+VALUES = st.text(max_size=8) | st.lists(TURN, max_size=4) | st.lists(st.integers(-101, 300), max_size=6) | ANY
+SETS = (
+    {"text": "a"},
+    {"prompt": "a", "completion": "b"},
+    {"messages": TALK, "tools": []},
+    {"conversations": TALK, "system": "s"},
+    {"instruction": "a", "input": "", "output": "b", "history": []},
+    {"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]},
+)
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_any_row_is_trained_on_or_refused_with_its_line(data: st.DataObject) -> None:
+    good = data.draw(st.sampled_from(SETS))
+    tokenizer = byte_level_cached()
+    rows = [{name: data.draw(VALUES) if data.draw(st.booleans()) else value for name, value in good.items()} for _ in range(3)]
+    columns, reading = read(tokenizer, [good, *rows], length=80, vocab_size=300, on_bad_row="skip", limit=9)
+    assert reading.read == 4
+    assert reading.kept + reading.bad == 4
+    assert reading.kept == reading.examples == len(columns) >= 1
+    assert [row.origin.number for row in reading.first_bad] == sorted({row.origin.number for row in reading.first_bad})
+    for row in columns:
+        assert len(row["input_ids"]) == len(row["labels"]) <= 80
+        assert any(label != -100 for label in row["labels"][1:])
+
+
+CACHED: list[Any] = []
+
+
+def byte_level_cached() -> Any:
+    if not CACHED:
+        CACHED.append(byte_level("<|im_start|>", "<|im_end|>"))
+        CACHED[0].chat_template = CHATML
+    return CACHED[0]
+
+
+def test_texts_keep_every_character() -> None:
+    tokenizer = byte_level()
+    text = "a\0\u2028b\x85\r\n" + "\U0001f600" * 3
+    ((ids, _),) = pairs(tokenizer, [{"text": text}], length=99)
+    assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    content: Any = "a"
+    for _ in range(20_000):
+        content = [content]
+    reason = refused(byte_level_cached(), {"messages": [{"role": "user", "content": content}]})
+    assert re.match("has values within values, too many to follow", reason)
