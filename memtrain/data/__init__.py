@@ -6,6 +6,6 @@ place that it comes from. Understanding: ``layouts`` tells what columns mean and
 (``language``, ``labelled``). Keeping: ``store`` holds rows of unequal length, ``packing`` puts
 short ones into one, ``masking`` hides tokens that are to be told, ``padding`` fills rows up, and a ``rowset`` (``sets``) is
 rows with all that makes batches of them. Giving: ``batches`` decides which rows each step sees, ``loading`` lets worker
-processes make them. Text that is cut without regard to rows is in ``text``, ``tokenizer`` and ``rows``; ``summary`` counts.
+processes make them. Text that is cut without regard to rows is in ``text``, ``tokenizer`` and ``rows``.
 Nothing here knows the model, the plan or a device.
 """
