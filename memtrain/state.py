@@ -228,4 +228,7 @@ def _as_made(optimizer: Any, parameter: Tensor, own: str, tensor: Tensor, on_hos
         # bitsandbytes', which knows what it pages.
         found: Tensor = optimizer.get_state_buffer(parameter, dtype=tensor.dtype)
         return found.copy_(tensor.view_as(found))
+    if tensor.shape == parameter.shape:
+        # Fused rules walk through a weight and its state side by side in memory, whatever the order of the dimensions.
+        tensor = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return to_host(tensor) if on_host else tensor.to(parameter.device)
