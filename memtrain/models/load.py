@@ -94,6 +94,13 @@ def _read(source: FromPretrained, job: Job, **settings: Any) -> nn.Module:
     """The weights that are there; those that are not may be drawn only where they train."""
     model, missing = source.read(weight_dtype(job.precision), **settings)
     layers = sorted({path.rpartition(".")[0] for path in missing if not is_inside(path, _trained_whole(job))})
+    own = next(iter(getattr(source.config, "architectures", None) or ()), None)
+    if layers and own == type(model).__name__ and not isinstance(job.method, Lora):
+        # Another class, such as a classifier on a language model, has weights that were never trained.
+        raise ValueError(
+            f"the weights of {', '.join(layers)} are not at {source.name!r}, though a {own} was saved there: give a folder that is "
+            f"whole."
+        )
     if layers and isinstance(job.method, Lora):
         raise ValueError(
             f"the weights of {', '.join(layers)} are not at {source.name!r}, so they would stay as they are drawn: "

@@ -50,13 +50,18 @@ def merged(model: nn.Module, base: nn.Module) -> nn.Module:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """A copy, on the host, of an adapted model without its adapters; the head and embeddings that are tied stay so."""
+    """A copy, on the host, of an adapted model without its adapters; the head and embeddings that are tied stay so.
+
+    Weights that no adapter is added to are not copied where they are on the host already: they are read and no more.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
+    changed = {id(one) for module in model.modules() if isinstance(module, LoraLayer) for one in module.parameters()}
     memo: dict[int, Any] = {}
     for tensor in model.parameters():
-        memo[id(tensor)] = nn.Parameter(tensor.detach().to("cpu", copy=True), requires_grad=tensor.requires_grad)
+        own = tensor.detach().to("cpu", copy=id(tensor) in changed)
+        memo[id(tensor)] = nn.Parameter(own, requires_grad=tensor.requires_grad)
     copied = copy.deepcopy(model, memo)
     for path, module in list(copied.named_modules()):
         if isinstance(module, LoraLayer):

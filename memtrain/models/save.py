@@ -47,8 +47,8 @@ def save_merged(
 ) -> None:
     """Write the model with its adapters added to the weights, for ``from_pretrained`` without peft. The model stays as it is.
 
-    The weights are loaded again from where the model came from, so adapters of a model in 4 or 8 bits are added to the weights
-    before they were rounded. A model that came with random weights or as a module is copied.
+    Of a model in 4 or 8 bits the weights are loaded again from where it came from, so that adapters are added to the weights
+    before they were rounded. Elsewhere the weights that adapters are added to are copied, and the others shared.
 
     Args:
         source: where the model came from.
@@ -59,7 +59,7 @@ def save_merged(
     """
     if not has_own_adapters(model):
         raise ValueError(f"{type(model).__name__} has no adapters to add to its weights: save it with save_model.")
-    if isinstance(source, FromPretrained):
+    if isinstance(source, FromPretrained) and (is_quantized(model) or _frozen_types(model) != {dtype}):
         with no_progress_bars():
             base = merged(model, source.load(dtype))
     elif is_quantized(model):
@@ -70,6 +70,11 @@ def save_merged(
     else:
         base = merged(model, bare(model))
     save_model(base, tokenizer, folder)
+
+
+def _frozen_types(model: nn.Module) -> set[torch.dtype]:
+    """The types of the weights that adapters are added to and stand beside."""
+    return {one.dtype for one in model.parameters() if one.is_floating_point() and not one.requires_grad}
 
 
 def _save_adapters(model: nn.Module, folder: Path) -> None:
