@@ -13,6 +13,8 @@ def flop_formula(func: Any, name: str) -> Callable[..., float] | None:
     """The formula of an operator, called with its arguments and ``out_val``; None where nothing is counted."""
     if name.startswith("_scaled_dot_product"):
         return _backward_flops if name.endswith("backward") else _attention_flops
+    if name == "_grouped_mm":
+        return _grouped_flops
     if name.startswith("flash_attn."):
         return _package_backward_flops if name.endswith("backward") else _package_flops
     return flop_registry.get(func._overloadpacket)
@@ -22,6 +24,15 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
     """Scores and their product with the values, each query head by itself: torch's own formula, before 2.12 without groups."""
     scores = query.shape[:-1].numel() * key.shape[-2]
     return 2.0 * scores * (query.shape[-1] + value.shape[-1])
+
+
+def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> float:
+    """Of experts: each row times the matrix of its own expert, and in the gradient of the matrices each row once as well.
+
+    Where both have three dimensions, the matrices of the one are multiplied with those of the other.
+    """
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return 2.0 * groups * first.shape[-2:].numel() * second.shape[-1]
 
 
 def _backward_flops(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> float:
