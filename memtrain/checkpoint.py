@@ -116,7 +116,7 @@ def write(folder: Path, step: int, groups: Mapping[str, Mapping[str, Tensor]], f
     try:
         _make(folder)
         remove_unfinished(folder)
-        _require_space(folder, sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values()))
+        require_space(folder, sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values()))
         partial.mkdir()
         files = {group: dict(_write_group(partial, group, tensors)) for group, tensors in groups.items()}
         content = {"format": FORMAT, "step": step, "facts": plain, "files": files}
@@ -153,9 +153,9 @@ def _take_place(partial: Path, place: Path) -> None:
     _remove(aside)
 
 
-def _require_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + _BESIDE_BYTES:
+def require_space(folder: Path, needed: int) -> None:
+    """Raise OSError where the disk of a folder that is there has no room for a checkpoint of so many bytes."""
+    if (free := shutil.disk_usage(folder).free) < needed + _BESIDE_BYTES:
         raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)} and {format_bytes(free)} are free")
 
 

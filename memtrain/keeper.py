@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memtrain import distributed
-from memtrain.checkpoint import Checkpoint, latest
+from memtrain.checkpoint import Checkpoint, latest, require_space
 from memtrain.checkpoint_writer import Writer
 from memtrain.generators import as_bytes, as_tensors
 from memtrain.out_of_memory import OutOfMemory, attempt
@@ -63,6 +63,19 @@ class Keeper:
     def is_due(self, step: int, steps: int) -> bool:
         """Whether a checkpoint is written after so many of all steps."""
         return self._every is not None and (step % self._every == 0 or step == steps)
+
+    def check_room(self, run: Run) -> None:
+        """Tell where the disk has no room for a checkpoint of a run that has its optimizer's state."""
+        if self._folder is None or self._writer is None:
+            return
+        size = sum(tensor.nbytes for tensors in state_of(run).groups.values() for tensor in tensors.values())
+        there = next(place for place in (self._folder, *self._folder.absolute().parents) if place.is_dir())
+        try:
+            require_space(there, size)
+        except OSError as error:
+            self._tell(
+                f"No checkpoint can be written to {self._folder} ({error.strerror}): free space there, or name another folder."
+            )
 
     def save(self, step: int, run: Run, plan: Plan, evaluations: Collection[tuple[int, float]], tokens: int) -> None:
         """Write a checkpoint, unless this step's is there; all processes call it. What goes wrong is told.

@@ -149,6 +149,8 @@ class Training:
             try:
                 with self._around.watchdog.watching("step", "the rehearsal of step 1"):
                     outcome = self._tried(Phase.REHEARSAL, self.loop.rehearse)
+                if not isinstance(outcome, Setback):
+                    self._around.keeper.check_room(self.loop.run)
             finally:
                 # At a learning rate of 0 no weight has changed; the rest goes.
                 self.loop.run.optimizer.state.clear()
