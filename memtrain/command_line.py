@@ -38,7 +38,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from memtrain.config import CONFIGS, RECIPES, default_run_dir, recipes
 from memtrain.machine import not_described
-from memtrain.schema import ALTERNATIVES, Schema, register_schema
+from memtrain.schema import ALTERNATIVES, NONE, Schema, register_schema, with_nulls
 
 _FREE_FORM = "model.config."
 _KINDS = {"Integer": "a whole number", "Float": "a number"}
@@ -146,7 +146,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def _without_sweeps(overrides: Sequence[Override]) -> Sequence[Override]:
     for override in overrides:
         if override.is_sweep_override():
-            raise ValueError(f"{override.input_line} names several jobs: add -m to run them all, or write a list as [a,b].")
+            text = str(override.input_line)
+            raise ValueError(
+                f"{text} names several jobs: add -m to run them all, write a list as [a,b], or quote one value: {_quoted(text)}."
+            )
     return overrides
 
 
@@ -184,6 +187,8 @@ def _compose(overrides: Sequence[Override]) -> DictConfig:
 def _rewrite(override: Override, chosen: dict[str, str]) -> list[str]:
     """The override in Hydra's terms, none for the recipe; chosen options are noted in ``chosen``."""
     text, key, value = str(override.input_line), override.key_or_group, override.value()
+    if text.partition("=")[2].strip() == NONE:
+        text, value = f"{key}=null", None
     free_form = key.startswith(_FREE_FORM)
     if override.is_delete():
         if free_form:
@@ -298,6 +303,7 @@ def _load(path: Path) -> dict[str, Any]:
     body = OmegaConf.to_container(written)
     if not isinstance(body, dict):
         raise ValueError(f"recipe {path} holds a list, and a recipe must hold keys with values.")
+    body = with_nulls(body)
     for key in body:
         if "." in str(key):
             group, _, name = str(key).rpartition(".")
@@ -339,7 +345,8 @@ def _did_you_mean(names: Sequence[str]) -> str:
 def _sentence(error: Exception) -> str:
     """What Hydra or OmegaConf refused, in one sentence."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read: write key=value, and quote a value that has special characters."
+        how = f": {_quoted(error.override)}" if "=" in error.override else ""
+        return f"{error.override!r} cannot be read: write key=value, and quote a value that has special characters{how}."
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if group == "device":
@@ -362,6 +369,12 @@ def _sentence(error: Exception) -> str:
     if message.endswith("is not Optional"):
         return f"{where}{key} is null, and it needs a value."
     return f"{where}{key}{': ' if key else ''}{message.rstrip('.')}."
+
+
+def _quoted(override: str) -> str:
+    """An override as a shell takes it with its value quoted for Hydra."""
+    key, _, value = override.partition("=")
+    return f"""'{key}="{value}"'"""
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:

@@ -210,3 +210,16 @@ def _node_type(kind: Any) -> Any:
     if str in parts and any(get_origin(part) is tuple for part in parts):
         return Any
     return str if isinstance(kind, type) and issubclass(kind, StrEnum) else kind
+
+
+NONE = "None"
+"""What people who write Python write for null."""
+
+
+def with_nulls(value: Any) -> Any:
+    """What YAML has read, with Python's word for null as null."""
+    if isinstance(value, dict):
+        return {key: with_nulls(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [with_nulls(one) for one in value]
+    return None if value == NONE else value
