@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from memtrain.command_line import compose_jobs, help_text, parser
-from memtrain.config import Settings, check_folders, settings
+from memtrain.config import check_folders, settings
+from memtrain.settings import Settings
 
 # How long torch's threads spin while they wait for each other, in turns. By libgomp's default two runs on one machine keep each
 # other off the cores: benchmarks/shared_machine.py.

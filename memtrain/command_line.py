@@ -40,7 +40,7 @@ from memtrain.config import CONFIGS, RECIPES, default_run_dir, recipes
 from memtrain.machine import not_described
 from memtrain.schema import ALTERNATIVES, NONE, Schema, register_schema, with_nulls
 
-_FREE_FORM = "model.config."
+_FREE_FORM = ("model.config.", "model.settings.")
 _KINDS = {"Integer": "a whole number", "Float": "a number"}
 _SECTIONS = [key for key, schema in get_type_hints(Schema).items() if dataclasses.is_dataclass(schema)]
 
@@ -189,7 +189,7 @@ def _rewrite(override: Override, chosen: dict[str, str]) -> list[str]:
     text, key, value = str(override.input_line), override.key_or_group, override.value()
     if text.partition("=")[2].strip() == NONE:
         text, value = f"{key}=null", None
-    free_form = key.startswith(_FREE_FORM)
+    free_form = f"{key}.".startswith(_FREE_FORM)
     if override.is_delete():
         if free_form:
             return [text]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import datetime
 from glob import has_magic
 from pathlib import Path
@@ -19,16 +19,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from memtrain.check import check
 from memtrain.data.options import DataOptions
+from memtrain.data.task import Task
 from memtrain.data.tokenizer import SMALLEST_VOCABULARY
 from memtrain.device import Device, from_dict
-from memtrain.job import Approximation, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
+from memtrain.job import Job, approximations, not_finite
 from memtrain.machine import facts, stated_budget
-from memtrain.method import Full, Method, Quantization
+from memtrain.method import Full
 from memtrain.metrics import RunFolder
 from memtrain.plan import POLICIES, Plan, parse_policy
-from memtrain.precision import Precision
 from memtrain.require import require
-from memtrain.schema import ALTERNATIVES, SOURCES
+from memtrain.schema import ALTERNATIVES, SOURCES, TASKS
+from memtrain.settings import DataSettings, ModelSettings, Settings, TokenizerSettings
 from memtrain.units import parse_bytes
 
 CONFIGS = facts("configs")
@@ -53,100 +54,6 @@ def _first_comment(path: Path) -> str:
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").rstrip()
     return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Which model is trained: weights at a path (local folder or hub id), a transformers configuration, or both.
-
-    Without a path the weights start random; with both the configuration gives the architecture.
-    """
-
-    path: str | None
-    config: dict[str, Any] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerSettings:
-    """Which tokenizer: a path, one to be trained, or with neither the one at the model's path."""
-
-    path: str | None
-    train_vocab_size: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """Which rows are trained on: a built-in source, paths or, to plan, neither.
-
-    Attributes:
-        path, eval_path: what is read; empty for nothing.
-        options: how.
-        held_out: the fraction that is evaluated on, where there is no ``eval_path``.
-    """
-
-    source: str | None
-    path: tuple[str, ...]
-    eval_path: tuple[str, ...]
-    options: DataOptions
-    held_out: float
-    workers: int
-    group_by_length: bool
-    drop_last: bool
-    tokenizer: TokenizerSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A checked configuration.
-
-    Attributes:
-        recipe: name of the recipe it started from.
-        mode: ``train``, ``plan`` or ``optimizers``.
-        budget_bytes: memory asked for, None for all that a card has; headroom_bytes: the part of it to leave free.
-        host_bytes: memory of a card's host asked for, None for as much as there is.
-        steps, epochs: length of the run; exactly one is set.
-        evaluate_every: optimizer steps between evaluations, or None for only before and after.
-        early_stopping: evaluations without a better loss that end the run, or None.
-        checkpoint_every: optimizer steps between checkpoints, or None for none but a stopped run's; keep_checkpoints: how many of the latest stay.
-        resume: ``auto``, ``never``, or the path of a checkpoint or run.
-        on_not_finite: what becomes of a step whose loss or gradient is not finite.
-        stop_seconds: how long a run that is told to stop may take, or None.
-        allow: approximations that a plan may use.
-        device: what :func:`memtrain.machine.describe` takes: a kind and its fields. What it leaves to the machine is asked there.
-        constraints: fields of :class:`memtrain.plan.Plan` that are fixed, each with its value; the planner chooses the rest.
-        run_dir: folder of the run's files, not yet made.
-        save_merged: whether the model is also written with its adapters added to its weights.
-    """
-
-    recipe: str
-    mode: str
-    budget_bytes: int | None
-    headroom_bytes: int
-    host_bytes: int | None
-    seed: int
-    global_batch_size: int
-    steps: int | None
-    epochs: int | None
-    evaluate_every: int | None
-    early_stopping: int | None
-    checkpoint_every: int | None
-    keep_checkpoints: int
-    resume: str
-    on_not_finite: NotFinite
-    stop_seconds: float | None
-    max_grad_norm: float | None
-    model: ModelSettings
-    data: DataSettings
-    optimizer: Optimizer
-    schedule: Schedule
-    precision: Precision
-    method: Method
-    quantization: Quantization
-    allow: frozenset[Approximation]
-    device: Mapping[str, Any]
-    constraints: Mapping[str, Any]
-    run_dir: Path
-    save_merged: bool
 
 
 def settings(cfg: DictConfig) -> Settings:
@@ -258,7 +165,17 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
         raise ValueError(
             "model.config has no model_type, which names the transformers architecture: set model.config.model_type."
         )
-    return ModelSettings(path=values["path"], config=config)
+    task, settings = values["task"], values["settings"]
+    require(task is None or task in TASKS, "model.task", task, f"one of {', '.join(TASKS)}, or null")
+    if settings and config is not None:
+        raise ValueError(f"model.settings is {settings}, and model.config says all of it: put them there.")
+    return ModelSettings(
+        path=values["path"],
+        config=config,
+        task=None if task is None else Task(task),
+        settings=settings,
+        trust_remote_code=values["trust_remote_code"],
+    )
 
 
 def _data(values: Mapping[str, Any]) -> DataSettings:

@@ -114,7 +114,7 @@ class Reader:
             num_labels=_config(self._model, "num_labels"),
         )
         store = RaggedRows.of(encoder.encode_all(records, reading, enough=enough))
-        _check_tokens({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model, self._tokenizer)
+        _check_positions({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model)
         self.readings[what] = reading
         self.said += reading.lines()
         if self._options.packing:
@@ -126,14 +126,14 @@ class Reader:
         """Plain text end to end, cut into rows of one length without gap or overlap."""
         self._require_tokenizer(what)
         rows = TokenRows.of(documents, self._tokenizer, self._sequence_length())
-        _check_tokens(rows[0], self._model, self._tokenizer)
+        _check_positions(rows[0], self._model)
         return alike(rows, what)
 
     def _tensors(self, data: Any, what: str, first: Row) -> RowSet:
         by_number = isinstance(data, Rows) and not isinstance(data, IterableDataset)
         rows = data if by_number else list(data)
         found = tensors(rows, what, pad_token_id=self._padding() if self._tokenizer else None, mask=self._masks())
-        _check_tokens(first, self._model, self._tokenizer)
+        _check_positions(first, self._model)
         return found
 
     def _packed(self, store: RaggedRows, what: str, length: int) -> RowSet:
@@ -202,25 +202,38 @@ def as_documents(records: Iterable[Record | BadRow]) -> tuple[list[str] | None, 
     return documents, ()
 
 
-def load_tokenizer(tokenizer: Any, model: ModelSource) -> Any:
+def load_tokenizer(tokenizer: Any, model: ModelSource, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer as given or at a path; by default the one beside the model's weights, or None where there is none.
 
+    Args:
+        trust_remote_code: whether code that comes with it is run.
+
     Raises:
-        ValueError: there is none at the path.
+        ValueError: there is none at the path, or it brings code that is not trusted.
     """
     if tokenizer is None and isinstance(model, FromPretrained):
         try:
-            return _at(model.path)
-        except (OSError, ValueError):
+            return _at(model.path, trust_remote_code)
+        except (OSError, ValueError) as error:
+            _refuse_code(model.path, error)
             return None
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     path = os.path.expanduser(tokenizer)
     try:
-        return _at(path)
+        return _at(path, trust_remote_code)
     except (OSError, ValueError) as error:
+        _refuse_code(path, error)
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"there is no tokenizer at {path!r} ({reason}): give one that save_pretrained wrote.") from error
+
+
+def _refuse_code(path: str, error: Exception) -> None:
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"the tokenizer at {path!r} brings its own code, which is not run unasked: read it, and set trust_remote_code to true if "
+            f"you trust it."
+        ) from error
 
 
 def check_module(model: ModelSource, precision: Precision, device: Device) -> None:
@@ -247,11 +260,11 @@ def check_module(model: ModelSource, precision: Precision, device: Device) -> No
             )
 
 
-def _at(path: str) -> Any:
+def _at(path: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     folder, file = gguf.pretrained(path)
-    return AutoTokenizer.from_pretrained(folder, **file)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **file)
 
 
 def _config(model: ModelSource, name: str) -> Any:
@@ -273,14 +286,7 @@ def check_length(length: int, model: ModelSource) -> None:
         )
 
 
-def _check_tokens(row: Row, model: ModelSource, tokenizer: Any) -> None:
-    """Refuse rows that run past the model's positions, and a tokenizer with more tokens than the model."""
-    if "input_ids" not in row:
-        return
-    check_length(len(row["input_ids"]), model)
-    vocabulary = _config(model, "vocab_size")
-    if tokenizer is not None and vocabulary is not None and len(tokenizer) > vocabulary:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and {model.name} has embeddings for {vocabulary}: "
-            f"take the tokenizer that belongs to the model, or a larger vocab_size."
-        )
+def _check_positions(row: Row, model: ModelSource) -> None:
+    """Refuse rows that run past the model's positions."""
+    if "input_ids" in row:
+        check_length(len(row["input_ids"]), model)

@@ -6,10 +6,10 @@ What only changes memory and speed is a choice and lives in :mod:`memtrain.plan`
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from memtrain.method import Full, Int8, Lora, Method, Quantization, Unquantized
 from memtrain.precision import Fp32, Precision, updates_in_fp32, weight_type
@@ -178,7 +178,10 @@ class Cosine:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Linear warm-up, then a line down to ``final_fraction`` of the peak, which the step after the last one would have."""
+    """Linear warm-up, then a straight line that reaches ``final_fraction`` of the peak when the run is over.
+
+    With no fraction the last step still trains, and the rate would be 0 after it, as with transformers' linear schedule.
+    """
 
     warmup_steps: int = 0
     final_fraction: float = 0.0
@@ -188,6 +191,10 @@ class Linear:
 
 
 Schedule = Constant | Cosine | Linear
+
+Loss = Callable[[Any, Any], Any]
+"""Makes the loss, a scalar tensor that is the mean over the counted items, of what the model's forward returned and of the batch,
+which maps names to tensors."""
 
 
 class Approximation(StrEnum):
@@ -249,6 +256,8 @@ class Job:
         quantization: in how many bits the weights that stay frozen are held.
         max_grad_norm: bound on the 2-norm of the whole gradient (arXiv 1211.5063), or None for no clipping.
         on_not_finite: whether a step whose gradient is not finite ends the run or is left out.
+        loss: makes the loss of what the model returns and of the batch; None where the model returns its loss. It is told from
+            another by its name alone.
         allow: approximations that a plan may use.
         seed: of the weights' initialisation (for a model built from a configuration), of dropout and of the row order.
     """
@@ -263,6 +272,7 @@ class Job:
     quantization: Quantization = field(default_factory=Unquantized)
     max_grad_norm: float | None = 1.0
     on_not_finite: NotFinite = NotFinite.STOP
+    loss: Loss | None = None
     allow: frozenset[Approximation] = frozenset()
     seed: int = 0
 
@@ -274,6 +284,9 @@ class Job:
             "an AdamW of memtrain or another optimizer of its job module, such as AdamW(learning_rate=5e-5)",
         )
         require(isinstance(self.schedule, Schedule), "schedule", self.schedule, "a Constant, a Cosine or a Linear of memtrain")
+        require(
+            self.loss is None or callable(self.loss), "loss", self.loss, "a function of what the model returns and of the batch"
+        )
         for name, union, example in (
             ("precision", Precision, "Bf16()"),
             ("method", Method, "Lora(rank=16)"),

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from memtrain import machine
 from memtrain.callbacks import EarlyStopping
-from memtrain.config import Settings, check_text, names_text
+from memtrain.config import check_text, names_text
 from memtrain.device import Device
 from memtrain.inputs import check_length
 from memtrain.job import Budget, Job
@@ -23,6 +23,7 @@ from memtrain.precision import Bf16, Bf16Master, Fp32
 from memtrain.recipe_rows import rows_of_recipe
 from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.report.terminal import choice_view
+from memtrain.settings import Settings
 from memtrain.trainer import Trainer
 
 
@@ -76,13 +77,12 @@ def choice_of(settings: Settings, device: Device) -> Choice:
 
 def trainer_of(settings: Settings, device: Device) -> Trainer:
     """The Trainer that the settings describe, which must name rows."""
-    data, model = settings.data, _model(settings)
-    rows = rows_of_recipe(settings, model)
+    data, rows = settings.data, rows_of_recipe(settings, _model(settings))
     console = Console(quiet=machine.processes().rank > 0)
     for said in rows.reader.said:
         console.print(Text(said), soft_wrap=True)
     return Trainer(
-        model=model,
+        model=rows.model,
         data=rows.training,
         eval_data=rows.held_out,
         tokenizer=rows.tokenizer,
@@ -149,8 +149,9 @@ def _plan(settings: Settings, device: Device) -> Choice:
 
 
 def _model(settings: Settings) -> ModelSource:
-    path, config = settings.model.path, settings.model.config
-    return source(config) if path is None else source(path, config)
+    given = settings.model
+    model, config = (given.config, None) if given.path is None else (given.path, given.config)
+    return source(model, config, task=given.task, settings=given.settings, trust_remote_code=given.trust_remote_code)
 
 
 def _budget(settings: Settings, device: Device) -> Budget:

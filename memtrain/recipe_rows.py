@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from memtrain.config import DataSettings, Settings
 from memtrain.data.files import read_records
 from memtrain.data.instructions import Pair, hold_out_groups, library_docstrings
 from memtrain.data.records import BadRow, Origin, Record
@@ -18,7 +17,8 @@ from memtrain.data.rowset import RowSet
 from memtrain.data.text import hold_out, python_documentation
 from memtrain.data.tokenizer import train_tokenizer
 from memtrain.inputs import Reader, as_documents, load_tokenizer
-from memtrain.models.build import ModelSource
+from memtrain.models.build import ModelSource, with_vocabulary
+from memtrain.settings import DataSettings, Settings
 
 Records = Callable[[], Iterable[Record | BadRow]]
 """Gives the records from the beginning, each time it is called."""
@@ -29,11 +29,13 @@ class RecipeRows:
     """What a recipe trains on.
 
     Attributes:
+        model: what is trained, with embeddings for every token.
         reader: made the rows, and says what it found.
         training, held_out: the rows; None where nothing is evaluated on.
         tokenizer: read them.
     """
 
+    model: ModelSource
     reader: Reader
     training: RowSet
     held_out: RowSet | None
@@ -48,11 +50,14 @@ def rows_of_recipe(settings: Settings, model: ModelSource) -> RecipeRows:
     """
     data = settings.data
     training, held_out = _parts(data)
-    tokenizer = _tokenizer(data, model, settings.model.path, training)
+    tokenizer = _tokenizer(settings, model, training)
+    model, grown = with_vocabulary(model, tokenizer)
     reader = Reader(model, tokenizer, data.options, seed=settings.seed)
+    if grown:
+        reader.said.append(grown)
     rows = reader.of_records(training(), "data")
     evaluated = None if held_out is None else reader.of_records(held_out(), "eval_data")
-    return RecipeRows(reader, rows, evaluated, tokenizer)
+    return RecipeRows(model, reader, rows, evaluated, tokenizer)
 
 
 def _parts(data: DataSettings) -> tuple[Records, Records | None]:
@@ -130,14 +135,16 @@ def _digest(record: Record) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(content).digest()[:8]))
 
 
-def _tokenizer(data: DataSettings, model: ModelSource, model_path: str | None, training: Records) -> Any:
+def _tokenizer(settings: Settings, model: ModelSource, training: Records) -> Any:
+    data = settings.data
     if data.tokenizer.train_vocab_size is not None:
         records = (record for record in training() if isinstance(record, Record))
         return train_tokenizer(
             (text for record in records for text in _strings(record.values)), data.tokenizer.train_vocab_size
         )
     # Asked for by path even where it is the model's, because without one there are no rows.
-    return load_tokenizer(data.tokenizer.path or model_path, model)
+    path = data.tokenizer.path or settings.model.path
+    return load_tokenizer(path, model, trust_remote_code=settings.model.trust_remote_code)
 
 
 def _strings(value: Any) -> Iterator[str]:

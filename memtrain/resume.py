@@ -68,7 +68,13 @@ def _plain(value: Any) -> Any:
         return sorted(map(_plain, value))
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    return value
+    return name_of(value) if callable(value) else value
+
+
+def name_of(function: Any) -> str:
+    """A function by its module and name, and a callable object by those of its class; where it lies in memory says nothing."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:

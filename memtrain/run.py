@@ -34,7 +34,7 @@ from memtrain.features.update import Update, nothing_left, step_one_by_one, upda
 from memtrain.features.wide_update import wide_step
 from memtrain.job import Adafactor, Adam, AdamW, Job, Lion, Muon, NotFinite, Sgd
 from memtrain.models.blocks import blocks, parts
-from memtrain.models.objective import Objective, objective
+from memtrain.models.objective import Objective, See, objective, ties_rows
 from memtrain.plan import (
     Activations,
     Attention,
@@ -108,11 +108,12 @@ class Run:
         return StepResult(loss, *self.update())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate(self, batches: Iterable[Batch], see: See | None = None) -> Tensor:
         """The mean loss over the counted items of all batches of all processes, a scalar, with dropout off.
 
         Args:
             batches: those of this process, at least one.
+            see: is shown each batch and what the model returned for it, which is gone when the next one comes.
         """
         losses, counts = [], []
         restore = _modes_of(self.model)
@@ -120,7 +121,8 @@ class Run:
         try:
             for batch in batches:
                 counts.append(self.objective.count(batch))
-                losses.append(self.objective.loss(self.model, batch) * counts[-1])
+                shown = () if see is None else (see,)
+                losses.append(self.objective.loss(self.model, batch, *shown) * counts[-1])
         finally:
             restore()
         total = self.sharded.sum_over_ranks
@@ -138,17 +140,29 @@ def _modes_of(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def _rests(model: nn.Module) -> set[nn.Module]:
+    """The modules that stay in evaluation mode: parts of a model in training mode that are not, and have only frozen parameters."""
+    found: set[nn.Module] = set()
+    # A model that was loaded is in evaluation mode as a whole, which says nothing about its parts.
+    for module in model.modules() if model.training else ():
+        trains = [] if module.training else [parameter.requires_grad for parameter in module.parameters()]
+        if trains and not any(trains):
+            found.update(part for part in module.modules() if not part.training)
+    return found
+
+
 def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     """Apply a plan to a model and return the run that trains it. The model is changed in place until the run is released.
 
-    The whole model trains: parts in evaluation mode are set to training mode, and gradients that are there are freed.
+    The whole model trains: parts in evaluation mode are set to training mode, and gradients that are there are freed. What stays
+    in evaluation mode are parts of a model in training mode that were set so and have parameters all of which are frozen.
 
     Raises:
         PlanRefused: the plan would not train what the job says, or cannot be applied to this model; nothing is changed.
     """
     check(plan, job)
     _check_model(plan, job, model)
-    what = objective(model)
+    what = objective(model, job.loss)
     scaler = _scaler(job.precision, model)
     update: Callable[[], Update]
     # Skipping takes a norm to skip by, also where nothing is clipped.
@@ -157,7 +171,10 @@ def prepare(job: Job, plan: Plan, model: nn.Module) -> Run:
     undo = ExitStack()
     try:
         undo.callback(_modes_of(model))
+        rests = _rests(model)
         model.train()
+        for module in rests:
+            module.training = False
         # In this order: recomputation wraps the blocks with the attention that they call, the loss wraps the whole forward
         # around them, autocast wraps the loss too, the optimizer comes when no feature replaces a parameter any more, and
         # sharding wraps the model in what the step calls.
@@ -287,6 +304,19 @@ def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
     """Refuse what would change the numbers of this model (rule 2), and what cannot be simulated."""
+    if job.loss is not None and isinstance(plan.loss, ChunkedLogits):
+        raise PlanRefused("the loss is the job's own, and the chunked loss is that of the model: keep the whole logits.")
+    if (tied := ties_rows(model)) is not None:
+        if plan.ranks > 1:
+            raise PlanRefused(
+                f"{type(model).__name__} {tied} the rows that a process has, which is another thing: train in one process."
+            )
+        if plan.micro_batch_size != job.global_batch_size:
+            raise PlanRefused(
+                f"{type(model).__name__} {tied} the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something "
+                f"else than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
+            )
+    rests = _rests(model)
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise PlanRefused(f"{path} has sparse gradients, whose memory depends on the data: make it with sparse=False.")
@@ -296,7 +326,7 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
                 f"take attention or convolution in its place."
             )
         # The class that all of torch's batch norms share.
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or (module in rests and module.track_running_stats):
             continue
         if plan.ranks > 1:
             raise PlanRefused(

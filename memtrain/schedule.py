@@ -5,11 +5,12 @@ With peak ``p``, warm-up over ``W`` steps, ``N`` steps in all and ``s`` counted 
     s < W            p · (s + 1) / W
     Constant         p
     Cosine           p · (f + (1 - f) · (1 + cos(π · t)) / 2),   t = (s - a) / (N - 1 - a),   a = max(W - 1, 0)
-    Linear           p · (f + (1 - f) · (N - s) / (N - a))
+    Linear           p · (1 - (1 - f) · (s - a) / (N - a))
 
 The first step trains with ``p / W``, not with 0, and step ``a`` is the first with the full peak. The cosine (Loshchilov and
-Hutter, arXiv 1608.03983, equation 5, one period without restarts) runs from there to exactly ``f · p`` at the last step.
-The line is that of transformers' ``linear``, which has no rest at the last step: it would reach ``f · p`` one step later.
+Hutter, arXiv 1608.03983, equation 5, one period without restarts) runs from there to exactly ``f · p`` at the last step. The line
+would reach ``f · p`` a step later, so that no step trains with 0; without warm-up it is transformers' linear schedule, which with
+warm-up begins at 0 and has its peak a step later.
 Where warm-up takes all steps, or there is only one, there is no room to decay and the last step trains with the peak.
 """
 
@@ -37,14 +38,13 @@ def learning_rate(job: Job, step: int) -> float:
     warmup_steps = job.schedule.warmup_steps
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
+    at_peak, last = max(warmup_steps - 1, 0), job.steps - 1
     match job.schedule:
         case Constant():
             return peak
         case Linear(final_fraction=final_fraction):
-            at_peak = max(warmup_steps - 1, 0)
-            return peak * (final_fraction + (1 - final_fraction) * (job.steps - step) / (job.steps - at_peak))
+            return peak * (1 - (1 - final_fraction) * ((step - at_peak) / (job.steps - at_peak)))
         case Cosine(final_fraction=final_fraction):
-            at_peak, last = max(warmup_steps - 1, 0), job.steps - 1
             if at_peak == last:
                 return peak
             progress = (step - at_peak) / (last - at_peak)

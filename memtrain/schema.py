@@ -17,12 +17,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from memtrain.data.layouts import Layout
+from memtrain.data.task import Task
 from memtrain.job import Adafactor, Adam, AdamW, Approximation, Constant, Cosine, Linear, Lion, Muon, Sgd
 from memtrain.method import Method, Quantization
 from memtrain.plan import POLICIES, policy_name
 from memtrain.precision import Precision
 
 SOURCES = ("python_docs", "stdlib_docstrings")
+TASKS = tuple(task for task in Task if task is not Task.OTHER)
 
 
 def _key(default: Any, sentence: str) -> Any:
@@ -35,10 +37,15 @@ class ModelSchema:
     path: str | None = _key(
         None, "for weights and tokenizer: a local folder, a hub id, a .gguf file, or package:NAME/FILE.gguf"
     )
+    task: str | None = _key(None, f"{', '.join(TASKS)}; null: what the model was made for")
+    trust_remote_code: bool = _key(False, "run code that comes with the model's files")
     # What can be a dictionary or a list is mutable to the linter, so such fields are spelled out.
     config: dict[str, Any] | None = field(
         default=None,
         metadata={"sentence": "a transformers configuration, model_type first; without a path weights start random"},
+    )
+    settings: dict[str, Any] = field(
+        default_factory=dict, metadata={"sentence": "changes to the model's own configuration, such as {num_labels: 5}"}
     )
 
 

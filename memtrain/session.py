@@ -66,6 +66,7 @@ class Session:
         self.choice: Choice | None = None
         self.run: Run | None = None
         self._model: nn.Module | None = None
+        self.tell: Callable[[str], object] = lambda _: None
         self.meter = meter(given.device, self._held)
 
     # ------------------------------------------------------------------ the plan
@@ -91,10 +92,10 @@ class Session:
         )
         if given.rows.packed:
             check_packable(predictor.model)
-        check_suits(predictor.model, given.rows.rows, given.rows.what)
+        check_suits(predictor.model, given.rows.rows, given.rows.what, given.job.loss)
         if given.eval_rows is not None:
             check_alike(given.eval_rows, given.rows)
-            check_suits(predictor.model, given.eval_rows.rows, given.eval_rows.what)
+            check_suits(predictor.model, given.eval_rows.rows, given.eval_rows.what, given.job.loss)
         return predictor
 
     def plan(self, constraints: Mapping[str, Any], resumed_step: int | None = None) -> Choice:
@@ -107,7 +108,7 @@ class Session:
             NoPlanFits: with the smallest plan and the missing bytes.
             ValueError: the model has no loss, or the constraints leave no plan.
         """
-        chosen = distributed.from_first(lambda: choose(self._predictor, self.given.budget, constraints))
+        chosen = self._by_first(lambda: choose(self._predictor, self.given.budget, constraints))
         self.choice = replace(chosen, resumed_step=resumed_step)
         return self.choice
 
@@ -121,8 +122,17 @@ class Session:
             NoPlanFits: there is none.
         """
         failed, constraints = self._chosen(), self.given.constraints
-        self.choice = distributed.from_first(lambda: next_smaller(self._predictor, failed, constraints, needed_bytes))
+        self.choice = self._by_first(lambda: next_smaller(self._predictor, failed, constraints, needed_bytes))
         return self.choice
+
+    def _by_first(self, work: Callable[[], Choice]) -> Choice:
+        """The choice that the first process makes for all; a loss of the user's may be a function that cannot be sent."""
+
+        def sendable() -> Choice:
+            choice = work()
+            return replace(choice, job=replace(choice.job, loss=None))
+
+        return replace(distributed.from_first(sendable), job=self.given.job)
 
     def ways_out(self, needed_bytes: int | None) -> list[tuple[str, int, bool]]:
         """What would take less than the plan in force, where no smaller plan is left; as :func:`memtrain.planner.smaller.ways_out`."""
@@ -155,7 +165,7 @@ class Session:
             loads = isinstance(given.device, Cuda) or not isinstance(given.source, FromModule)
             with self.meter.window("load", Phase.LOAD) if loads else nullcontext(), no_progress_bars():
                 card = given.device.kind if isinstance(given.device, Cuda) else None
-                self._model = load_model(given.source, given.job, card)
+                self._model = load_model(given.source, given.job, card, self.tell)
                 if card is not None:
                     move_unpacked_(self._model, card)
             distributed.differ_by_rank(given.job.seed, given.processes.rank)
@@ -220,7 +230,7 @@ class Session:
             batches=batches,
             eval_rows=given.eval_rows,
             counts=given.rows.counts,
-            learns_tokens=task_of(given.source).learns_tokens,
+            learns_tokens=task_of(given.source).learns_tokens and given.job.loss is None,
             uneven=bool(given.rows.longest),
             evaluation_batch_size=plan.micro_batch_size,
             buffers=persistent_buffers(run.model),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from memtrain.course import Course
 from memtrain.data.batches import Batches, StepBatches, steps_for
 from memtrain.data.loading import step_batches
 from memtrain.data.options import DataOptions
+from memtrain.data.task import Task
 from memtrain.device import Cuda, Device
 from memtrain.ending import write_comparison
 from memtrain.inputs import Collator, Reader, check_module, load_tokenizer
-from memtrain.job import AdamW, Budget, Cosine, Job, NotFinite, Optimizer, Schedule, approximations, not_finite
+from memtrain.job import AdamW, Budget, Cosine, Job, Loss, NotFinite, Optimizer, Schedule, approximations, not_finite
 from memtrain.method import Full, Method, Quantization, Unquantized
 from memtrain.metrics import IDENTITY, RunFolder, RunLog
-from memtrain.models.build import bytes_on, source, weight_dtype
+from memtrain.models.build import bytes_on, source, weight_dtype, with_vocabulary
 from memtrain.models.save import save_merged, save_model
 from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
@@ -39,7 +40,7 @@ from memtrain.planner.compare import compare
 from memtrain.precision import Fp32, Precision
 from memtrain.report.tell import teller
 from memtrain.report.terminal import TrainingProgress, comparison_view
-from memtrain.resume import CHECKPOINTS, find_start, identity, parse_resume, resumed_constraints
+from memtrain.resume import CHECKPOINTS, find_start, identity, name_of, parse_resume, resumed_constraints
 from memtrain.session import Given, Session
 from memtrain.units import parse_bytes
 
@@ -64,12 +65,14 @@ class Trainer:
 
     Args:
         model: a local path, a hub id, a transformers configuration (object or mapping) or any nn.Module. It returns its loss
-            when called with a batch as keyword arguments.
+            when called with a batch as keyword arguments, unless ``loss`` makes one of what it returns.
         data: rows: files, a folder, a pattern or ``"hub:NAME"`` of the formats in docs/data.md; a ``datasets.Dataset``; any list,
             iterable or torch Dataset of mappings, of text or of tensors.
         budget: memory that training may take, such as ``"4GiB"``, or a Budget; by default all that a card has.
         eval_data: like ``data``; evaluated on before and after training, and every ``evaluate_every`` steps.
         tokenizer: a tokenizer or the path of one; by default the one at the model's path.
+        task: what the model learns (:class:`memtrain.data.task.Task`); by default what its class was made for.
+        trust_remote_code: whether code that comes with the model's files is run.
         sequence_length: tokens per row at the most; by default what the model has positions for, at most 1024.
         packing: whether short rows are put into one, where they do not see each other.
         train_on, chat_template, long_rows, on_bad_row: see :class:`memtrain.data.options.DataOptions`.
@@ -78,7 +81,7 @@ class Trainer:
         group_by_length: whether rows of like length are put into one step.
         drop_last: whether the short step at the end of an epoch is left out.
         steps, epochs: length of the run; one epoch by default.
-        optimizer, schedule, precision, method, quantization, max_grad_norm, allow, seed: see :class:`memtrain.job.Job`.
+        optimizer, schedule, precision, method, quantization, max_grad_norm, loss, allow, seed: see :class:`memtrain.job.Job`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
             ``{"activations": {"policy": "recompute", "every": 2}}``.
         device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor,
@@ -105,6 +108,8 @@ class Trainer:
         budget: str | Budget | None = None,
         eval_data: Any = None,
         tokenizer: Any = None,
+        task: Task | str | None = None,
+        trust_remote_code: bool = False,
         sequence_length: int | None = None,
         packing: bool = False,
         train_on: str = "auto",
@@ -123,6 +128,7 @@ class Trainer:
         method: Method | None = None,
         quantization: Quantization | None = None,
         max_grad_norm: float | None = 1.0,
+        loss: Loss | None = None,
         allow: Collection[str] = (),
         seed: int = 0,
         on_not_finite: NotFinite | str = NotFinite.STOP,
@@ -161,7 +167,7 @@ class Trainer:
             workers=workers,
             callbacks=as_tuple("callbacks", callbacks),
         )
-        self.source = source(model)
+        self.source = source(model, task=task, trust_remote_code=trust_remote_code)
         if isinstance(budget, Budget) and host_bytes is not None:
             raise ValueError(f"budget is a Budget and host_bytes is {host_bytes!r}: give the host's bytes in the Budget.")
         self.budget = budget if isinstance(budget, Budget) else self._budget(budget, host_bytes)
@@ -169,7 +175,8 @@ class Trainer:
         check_module(self.source, precision, self.device)
         if steps is not None and epochs is not None:
             raise ValueError(f"steps is {steps} and epochs is {epochs}, and only one can hold: leave the other out.")
-        self.tokenizer = load_tokenizer(tokenizer, self.source)
+        self.tokenizer = load_tokenizer(tokenizer, self.source, trust_remote_code=trust_remote_code)
+        self.source, grown = with_vocabulary(self.source, self.tokenizer)
         options = DataOptions(
             sequence_length=sequence_length,
             packing=packing,
@@ -179,6 +186,8 @@ class Trainer:
             on_bad_row=on_bad_row,
         )
         reader = Reader(self.source, self.tokenizer, options, seed=seed, data_collator=data_collator)
+        if grown:
+            reader.said.append(grown)
         enough = None if steps is None else steps * global_batch_size
         self.rows = reader.read(data, "data", enough)
         self.eval_rows = None if eval_data is None else reader.read(eval_data, "eval_data")
@@ -196,6 +205,7 @@ class Trainer:
             method=method or Full(),
             quantization=quantization or Unquantized(),
             max_grad_norm=max_grad_norm,
+            loss=loss,
             allow=approximations(allow),
             seed=seed,
             on_not_finite=not_finite(on_not_finite),
@@ -205,7 +215,8 @@ class Trainer:
         )
         trained = f"{self.rows.fingerprint}{', short steps left out' * drop_last}{', grouped by length' * group_by_length}"
         evaluated = "nothing" if self.eval_rows is None else self.eval_rows.fingerprint
-        distributed.check_same({"the job": self.job, "data": trained, "eval_data": evaluated})
+        alike = {"loss": None if loss is None else name_of(loss), "data": trained, "eval_data": evaluated}
+        distributed.check_same({"the job": replace(self.job, loss=None), **alike})
         # The first process writes and prints.
         going_on = parse_resume(resume)
         self.folder = (

@@ -32,7 +32,7 @@ _ADDED = {32000: 1, 128256: 2}
 _CUT = {49280: 49158}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FmsModel(FromConfig):
     """A source whose model is that of a record.
 
@@ -57,7 +57,7 @@ def source(record: Record) -> FmsModel:
     kind, settings = model_config(record)
     config = transformers.CONFIG_MAPPING[kind](**_as_trained_on(kind, settings, record))
     config._attn_implementation = "flash_attention_2"
-    return FmsModel(config, record)
+    return FmsModel(config, record=record)
 
 
 def _as_trained_on(kind: str, settings: Mapping[str, Any], record: Record) -> dict[str, Any]:

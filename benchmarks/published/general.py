@@ -220,7 +220,7 @@ def _module(record: Record, who: Trainer, told: Numbers, how: Loss) -> tuple[nn.
 
 
 def _base(record: Record, kind: str, settings: Mapping[str, Any], dtype: Any, assumed: list[str]) -> Any:
-    from memtrain.models.build import model_class
+    from memtrain.models.tasks import model_class
 
     transformers: Any = importlib.import_module("transformers")
     config = transformers.CONFIG_MAPPING[kind](**{**_family(record, kind), **settings})

@@ -8,7 +8,8 @@ import pytest
 
 from memtrain.__main__ import main
 from memtrain.command_line import compose_jobs
-from memtrain.config import Settings, settings
+from memtrain.config import settings
+from memtrain.settings import Settings
 
 RECIPE = "model: llama_5m\nsteps: 2\nglobal_batch_size: 4\ndata: {sequence_length: 64, tokenizer: {train_vocab_size: 300}}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from toys import CASES, Mlp
 from transformers import AutoConfig, LlamaConfig
 
-from memtrain.models.build import FromConfig, FromModule, FromPretrained, model_class, source, weight_dtype
+from memtrain.models.build import FromConfig, FromModule, FromPretrained, source, weight_dtype
 from memtrain.precision import Bf16, Fp32
 from memtrain.trace.simulate import dataless_model
 from memtrain.trace.values import Values
@@ -215,44 +214,6 @@ def test_settings_that_transformers_refuses_are_refused_in_one_sentence(setting:
     assert said.startswith("transformers refuses these settings of a llama model (")
     assert said.endswith(f"{reason}): correct them.")
     assert "\n" not in said
-
-
-# ---------------------------------------------------------------------------------------------- classes
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "name"),
-    [
-        ("llama", {}, "LlamaForCausalLM"),
-        ("gpt2", {}, "GPT2LMHeadModel"),
-        ("bert", {}, "BertForMaskedLM"),
-        ("bert", {"is_decoder": True}, "BertLMHeadModel"),
-        ("t5", {}, "T5ForConditionalGeneration"),
-        ("bart", {}, "BartForConditionalGeneration"),
-        ("bert", {"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification", "LlamaForCausalLM"]}, "LlamaForSequenceClassification"),
-        ("llama", {"architectures": []}, "LlamaForCausalLM"),
-    ],
-)
-def test_the_class_is_the_first_named_else_the_language_model_of_its_type(
-    model_type: str, settings: dict[str, Any], name: str
-) -> None:
-    assert model_class(AutoConfig.for_model(model_type, **settings)).__name__ == name
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    import transformers
-
-    expected = f"architecture 'MyModel' is not in transformers {transformers.__version__}: give the model as an nn.Module."
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        source(tiny(architectures=["MyModel"])).build()
-
-
-def test_a_type_without_a_language_model_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="model_type 'vit' has no language model in transformers: name the class in 'architectures'"
-    ):
-        source({"model_type": "vit"}).build()
 
 
 # ---------------------------------------------------------------------------------------------- the data-less copy

@@ -11,11 +11,12 @@ from omegaconf import OmegaConf
 from memtrain import machine
 from memtrain.__main__ import main
 from memtrain.command_line import compose_jobs
-from memtrain.config import Settings, settings
+from memtrain.config import settings
 from memtrain.device import Cuda
 from memtrain.job import AdamW, Approximation, Cosine
 from memtrain.plan import EightBit
 from memtrain.precision import Bf16, Fp32
+from memtrain.settings import Settings
 
 ON_L4 = ("device=l4", "budget=null")
 MY_CARD = """

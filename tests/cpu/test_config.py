@@ -14,10 +14,11 @@ import yaml
 
 from memtrain.__main__ import main
 from memtrain.command_line import compose_jobs
-from memtrain.config import CONFIGS, Settings, recipes, settings
+from memtrain.config import CONFIGS, recipes, settings
 from memtrain.job import AdamW, Approximation, Constant, Cosine
 from memtrain.plan import POLICIES, ChunkedLogits, Keep, Recompute
 from memtrain.schema import ALTERNATIVES, PlanSchema
+from memtrain.settings import Settings
 
 MINE = """
 # A recipe of the user's.
@@ -215,7 +216,10 @@ def test_a_saved_configuration_is_a_recipe(mine: Path, ran: list[tuple[Settings,
         ("model.config=3", "model.config: Cannot assign int to Dict[str, Any]."),
         ("run.dir=${nowhere}", "run.dir: Interpolation key 'nowhere' not found."),
         ("budget", "'budget' cannot be read: write key=value, and quote a value that has special characters."),
-        ("budget=1GiB,2GiB", "budget=1GiB,2GiB names several jobs: add -m to run them all, write a list as [a,b], or quote one"),
+        (
+            "budget=1GiB,2GiB",
+            "budget=1GiB,2GiB names several jobs: add -m to run them all, write a list as [a,b], or quote one",
+        ),
         ("~steps", "~steps would delete a key that memtrain reads: set it, as in steps=null."),
         ("hydra.run.dir=x", "hydra.run.dir=x has no effect here: memtrain runs its jobs itself and writes only into run.dir."),
         ("budget=24", "budget: '24' is not an amount of memory: give a positive number of bytes with its unit"),

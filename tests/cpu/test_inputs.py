@@ -16,7 +16,7 @@ from memtrain.data.options import DataOptions
 from memtrain.data.rows import Rows
 from memtrain.device import Cpu
 from memtrain.inputs import Reader, check_module, load_tokenizer
-from memtrain.models.build import FromModule, FromPretrained, ModelSource, source
+from memtrain.models.build import FromModule, FromPretrained, ModelSource, source, with_vocabulary
 from memtrain.precision import Bf16, Fp32
 
 CPU = Cpu(name="cpu", threads=1, flops_per_second=1.0, bytes_per_second=1.0, operator_seconds=1.0)
@@ -91,15 +91,16 @@ def test_rows_longer_than_the_positions_are_refused(text: Path) -> None:
     assert len(rows(text, model_of(n_positions=8), sequence_length=8)) == 2
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text: Path) -> None:
-    assert len(BYTES) == 259
-    assert len(rows(text, model_of(vocab_size=259), sequence_length=8)) == 2
+def test_the_tokenizer_of_another_model_is_refused() -> None:
+    assert BYTES.vocab_size == len(BYTES) == 259
+    fits = model_of(vocab_size=259)
+    assert with_vocabulary(fits, BYTES) == (fits, None)
     expected = (
         "the tokenizer has 259 tokens and GPT2LMHeadModel has embeddings for 258: "
         "take the tokenizer that belongs to the model, or a larger vocab_size."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        rows(text, model_of(vocab_size=258), sequence_length=8)
+        with_vocabulary(model_of(vocab_size=258), BYTES)
 
 
 def test_rows_without_tokens_ask_nothing_of_positions_or_tokenizer() -> None:

@@ -20,8 +20,9 @@ import pytest
 from memtrain import machine, recipe
 from memtrain.__main__ import main
 from memtrain.command_line import compose_jobs
-from memtrain.config import Settings, settings
+from memtrain.config import settings
 from memtrain.job import NotFinite
+from memtrain.settings import Settings
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 300

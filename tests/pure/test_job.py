@@ -21,6 +21,7 @@ from memtrain.job import (
     Cosine,
     Job,
     Limit,
+    Linear,
     Lion,
     Muon,
     NotFinite,
@@ -78,6 +79,15 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
         ),
         (lambda: Cosine(final_fraction=1.1), "final_fraction is 1.1, and it must be from 0 to 1."),
         (lambda: Cosine(final_fraction=-0.1), "final_fraction is -0.1, and it must be from 0 to 1."),
+        (lambda: Linear(final_fraction=-0.1), "final_fraction is -0.1, and it must be from 0 to 1."),
+        (
+            lambda: replace(JOB, schedule="linear"),
+            "schedule is 'linear', and it must be a Constant, a Cosine or a Linear of memtrain.",
+        ),
+        (
+            lambda: replace(JOB, loss="mse"),
+            "loss is 'mse', and it must be a function of what the model returns and of the batch.",
+        ),
         (lambda: replace(JOB, global_batch_size=0), "global_batch_size is 0, and it must be a whole number of 1 or more."),
         (lambda: replace(JOB, global_batch_size=2.5), "global_batch_size is 2.5, and it must be a whole number of 1 or more."),
         (lambda: replace(JOB, steps=0), "steps is 0, and it must be a whole number of 1 or more."),
@@ -88,6 +98,10 @@ JOB = Job(model="tiny", global_batch_size=8, steps=10)
         (
             lambda: replace(JOB, schedule=Cosine(warmup_steps=-2)),
             "warmup_steps is -2, and it must be a whole number of 0 or more.",
+        ),
+        (
+            lambda: replace(JOB, schedule=Linear(warmup_steps=1.5)),
+            "warmup_steps is 1.5, and it must be a whole number of 0 or more.",
         ),
         (
             lambda: replace(JOB, max_grad_norm=0.0),

@@ -50,7 +50,7 @@ LAYERS = (
     ("memtrain.ending",),
     ("memtrain.course",),
     ("memtrain.trainer",),
-    ("memtrain.schema",),
+    ("memtrain.schema", "memtrain.settings"),
     ("memtrain.config",),
     ("memtrain.command_line", "memtrain.recipe_rows"),
     ("memtrain.recipe",),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtrain.job import AdamW, Constant, Cosine, Job, Schedule
+from memtrain.job import AdamW, Constant, Cosine, Job, Linear, Schedule
 from memtrain.schedule import learning_rate
 
 PEAK = 3e-4
@@ -54,13 +54,38 @@ def test_warmup_over_all_steps_ends_at_the_peak() -> None:
     assert rates(4, Cosine(warmup_steps=4)) == [PEAK * 0.25, PEAK * 0.5, PEAK * 0.75, PEAK]
 
 
-@pytest.mark.parametrize("schedule", [Constant(), Constant(warmup_steps=1), Cosine(), Cosine(warmup_steps=1)])
+def test_linear_without_warmup_reaches_the_final_fraction_after_the_last_step() -> None:
+    assert rates(4, Linear()) == [PEAK, PEAK * 0.75, PEAK * 0.5, PEAK * 0.25]
+    assert rates(4, Linear(final_fraction=0.5)) == [PEAK, PEAK * 0.875, PEAK * 0.75, PEAK * 0.625]
+    assert rates(10, Linear()) == pytest.approx([PEAK * tenths / 10 for tenths in range(10, 0, -1)], rel=1e-15)
+
+
+def test_linear_with_warmup_falls_from_the_step_that_has_the_peak() -> None:
+    assert rates(6, Linear(warmup_steps=3)) == pytest.approx(
+        [PEAK / 3, PEAK * 2 / 3, PEAK, PEAK * 3 / 4, PEAK * 2 / 4, PEAK / 4], rel=1e-15
+    )
+    assert rates(5, Linear(warmup_steps=1)) == rates(5, Linear())
+    assert rates(4, Linear(warmup_steps=4)) == rates(4, Cosine(warmup_steps=4))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Constant(),
+        Constant(warmup_steps=1),
+        Cosine(),
+        Cosine(warmup_steps=1),
+        Linear(),
+        Linear(warmup_steps=1, final_fraction=0.5),
+    ],
+)
 def test_a_run_of_one_step_trains_with_the_peak(schedule: Schedule) -> None:
     assert rates(1, schedule) == [PEAK]
 
 
 def test_a_final_fraction_of_one_never_decays() -> None:
     assert rates(5, Cosine(final_fraction=1.0)) == [PEAK] * 5
+    assert rates(5, Linear(final_fraction=1.0)) == [PEAK] * 5
 
 
 @given(data=st.data(), steps=st.integers(2, 60), final_fraction=st.floats(0, 1))
@@ -74,6 +99,19 @@ def test_cosine_rises_to_the_peak_then_falls_to_the_final_fraction(
     assert all(before < after for before, after in pairwise(values[: at_peak + 1]))
     assert all(before >= after for before, after in pairwise(values[at_peak:]))
     assert values[-1] == PEAK * final_fraction
+
+
+@given(data=st.data(), steps=st.integers(2, 60), final_fraction=st.floats(0, 1))
+def test_linear_rises_to_the_peak_then_falls_by_equal_steps_and_none_trains_with_0(
+    data: st.DataObject, steps: int, final_fraction: float
+) -> None:
+    warmup_steps = data.draw(st.integers(0, steps - 1))
+    values = rates(steps, Linear(warmup_steps=warmup_steps, final_fraction=final_fraction))
+    at_peak = max(warmup_steps - 1, 0)
+    assert values[at_peak] == max(values) == PEAK
+    falls = [before - after for before, after in pairwise([*values[at_peak:], PEAK * final_fraction])]
+    assert falls == pytest.approx([PEAK * (1 - final_fraction) / (steps - at_peak)] * len(falls), rel=1e-9, abs=1e-18)
+    assert min(values) > 0
 
 
 @given(first=st.integers(0, 9), second=st.integers(0, 9))
