@@ -66,11 +66,8 @@ def test_without_arguments_the_quickstart_runs(ran: list[tuple[Settings, str]]) 
     assert job.schedule == Cosine(warmup_steps=10, final_fraction=0.1)
     assert job.model.config is not None
     assert job.model.config["architectures"] == ["LlamaForCausalLM"]
-    assert (job.data.source, job.data.options.sequence_length, job.data.tokenizer.train_vocab_size) == (
-        "python_docs",
-        256,
-        4096,
-    )
+    data = job.data
+    assert (data.source, data.options.sequence_length, data.tokenizer.train_vocab_size) == ("python_docs", 256, 4096)
     assert (job.device["name"], job.device.get("threads"), job.constraints) == ("cpu", None, {})
     assert job.run_dir.parent == Path("runs/quickstart")
     assert yaml.safe_load(config_yaml)["schedule"] == {"name": "cosine", "warmup_steps": 10, "final_fraction": 0.1}
