@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it. Resolved on first use, so that `import memtrain` loads neither torch nor
 # anything else that is heavy (tests/cpu/test_lean_import.py).
 _PUBLIC = {
+    "Action": "memtrain.callbacks",
     "Adafactor": "memtrain.job",
     "Adam": "memtrain.job",
     "AdamW": "memtrain.job",
@@ -24,22 +25,26 @@ _PUBLIC = {
     "Cpu": "memtrain.device",
     "Cuda": "memtrain.device",
     "Device": "memtrain.device",
+    "EarlyStopping": "memtrain.callbacks",
     "Fp32": "memtrain.precision",
     "Full": "memtrain.method",
     "Int8": "memtrain.method",
     "Job": "memtrain.job",
+    "Linear": "memtrain.job",
     "Lion": "memtrain.job",
     "Lora": "memtrain.method",
     "Muon": "memtrain.job",
     "Nf4": "memtrain.method",
     "NoPlanFits": "memtrain.planner.choice",
     "Plan": "memtrain.plan",
+    "Record": "memtrain.callbacks",
     "Sgd": "memtrain.job",
     "Trainer": "memtrain.trainer",
     "Unquantized": "memtrain.method",
 }
 
 __all__ = [
+    "Action",
     "Adafactor",
     "Adam",
     "AdamW",
@@ -54,24 +59,28 @@ __all__ = [
     "Cpu",
     "Cuda",
     "Device",
+    "EarlyStopping",
     "Fp32",
     "Full",
     "Int8",
     "Job",
+    "Linear",
     "Lion",
     "Lora",
     "Muon",
     "Nf4",
     "NoPlanFits",
     "Plan",
+    "Record",
     "Sgd",
     "Trainer",
     "Unquantized",
 ]
 
 if TYPE_CHECKING:
+    from memtrain.callbacks import Action, EarlyStopping, Record
     from memtrain.device import Cpu, Cuda, Device
-    from memtrain.job import Adafactor, Adam, AdamW, Approximation, Budget, Constant, Cosine, Job, Lion, Muon, Sgd
+    from memtrain.job import Adafactor, Adam, AdamW, Approximation, Budget, Constant, Cosine, Job, Linear, Lion, Muon, Sgd
     from memtrain.method import Full, Int8, Lora, Nf4, Unquantized
     from memtrain.plan import Plan
     from memtrain.planner.choice import NoPlanFits

@@ -11,9 +11,10 @@ from itertools import islice
 
 from torch import Tensor
 
-from memtrain.data.batches import Batches, evaluation_batches
+from memtrain.data.batches import Batches, evaluation_batches, evaluation_order
 from memtrain.data.rows import Batch
 from memtrain.data.rowset import RowSet
+from memtrain.evaluation import Collected, Metrics
 from memtrain.job import Job, NotFinite
 from memtrain.measure import Meter
 from memtrain.not_finite import Health, NotFiniteStep, what_happened, why_not_finite
@@ -57,6 +58,7 @@ class Loop:
         buffers: what a forward may change of the model.
         meter: measures the first two steps and the last.
         device: the torch device that batches go to.
+        metrics: what is computed of an evaluation beside its loss.
         counts: what the speed of a step is given in, tokens or rows.
         learns_tokens: whether the loss is that of tokens, so that it has a perplexity.
         uneven: whether some steps are larger than others.
@@ -76,6 +78,7 @@ class Loop:
     meter: Meter
     device: str
     counts: str
+    metrics: Metrics | None = None
     learns_tokens: bool = False
     uneven: bool = False
     first: int = 0
@@ -165,10 +168,15 @@ class Loop:
         return self.first <= step < self.first + 2 or step == self.job.steps - 1
 
     def evaluate(self) -> dict[str, float]:
-        """What is logged of the rows to evaluate on: the mean loss over their counted items."""
-        found = {"eval_loss": self.run.evaluate(self._evaluation_batches()).item()}
+        """What is logged of the rows to evaluate on: the mean loss over their counted items, and metrics."""
+        assert self.eval_rows is not None
+        collected = None if self.metrics is None else Collected(self.metrics)
+        see = None if collected is None else collected.see
+        found = {"eval_loss": self.run.evaluate(self._evaluation_batches(), see).item()}
         if self.learns_tokens:
             found["eval_perplexity"] = perplexity(found["eval_loss"])
+        if collected is not None:
+            found |= collected.result(evaluation_order(self.eval_rows, **self._share()))
         return found
 
     def measure_evaluation(self) -> None:

@@ -15,6 +15,7 @@ from memtrain import distributed, machine
 from memtrain.data.batches import Batches
 from memtrain.data.rowset import RowSet, check_alike
 from memtrain.device import Cpu, Cuda, Device
+from memtrain.evaluation import Metrics
 from memtrain.job import Budget, Job
 from memtrain.loop import Loop
 from memtrain.machine import Processes
@@ -44,6 +45,7 @@ class Given:
     Attributes:
         job, source, device, budget: what is trained, on what, and within how much.
         rows, eval_rows: to train on, and to evaluate on if there are any.
+        metrics: what is computed of an evaluation beside the loss.
         constraints: fields of the plan that are set.
         processes: which of several processes this one is.
     """
@@ -54,6 +56,7 @@ class Given:
     budget: Budget
     rows: RowSet
     eval_rows: RowSet | None
+    metrics: Metrics | None = None
     constraints: Mapping[str, Any]
     processes: Processes
 
@@ -230,6 +233,7 @@ class Session:
             batches=batches,
             eval_rows=given.eval_rows,
             counts=given.rows.counts,
+            metrics=given.metrics,
             learns_tokens=task_of(given.source).learns_tokens and given.job.loss is None,
             uneven=bool(given.rows.longest),
             evaluation_batch_size=plan.micro_batch_size,

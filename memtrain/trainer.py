@@ -28,6 +28,7 @@ from memtrain.data.options import DataOptions
 from memtrain.data.task import Task
 from memtrain.device import Cuda, Device
 from memtrain.ending import write_comparison
+from memtrain.evaluation import ComputeMetrics, ReduceOutputs, metrics_of
 from memtrain.inputs import Collator, Reader, check_module, load_tokenizer
 from memtrain.job import AdamW, Budget, Cosine, Job, Loss, NotFinite, Optimizer, Schedule, approximations, not_finite
 from memtrain.method import Full, Method, Quantization, Unquantized
@@ -82,6 +83,8 @@ class Trainer:
         drop_last: whether the short step at the end of an epoch is left out.
         steps, epochs: length of the run; one epoch by default.
         optimizer, schedule, precision, method, quantization, max_grad_norm, loss, allow, seed: see :class:`memtrain.job.Job`.
+        compute_metrics, reduce_outputs: what is computed of an evaluation beside its loss, and what of the logits is kept for it: see
+            :class:`memtrain.evaluation.Metrics`.
         constraints: plan fields that the planner must take as given, such as ``{"micro_batch_size": 2}`` or
             ``{"activations": {"policy": "recompute", "every": 2}}``.
         device: what it is trained on, as :func:`memtrain.machine.named` gives it; by default this machine's processor,
@@ -133,6 +136,8 @@ class Trainer:
         seed: int = 0,
         on_not_finite: NotFinite | str = NotFinite.STOP,
         evaluate_every: int | None = None,
+        compute_metrics: ComputeMetrics | None = None,
+        reduce_outputs: ReduceOutputs | None = None,
         callbacks: Sequence[Callback] = (),
         workers: int = 0,
         constraints: Mapping[str, Any] | None = None,
@@ -192,7 +197,9 @@ class Trainer:
         self.rows = reader.read(data, "data", enough)
         self.eval_rows = None if eval_data is None else reader.read(eval_data, "eval_data")
         self._said = reader.said
-        if evaluate_every is not None and self.eval_rows is None:
+        evaluates = self.eval_rows is not None
+        metrics, self._constraints = metrics_of(compute_metrics, reduce_outputs, self._constraints, evaluates=evaluates)
+        if evaluate_every is not None and not evaluates:
             raise ValueError(f"evaluate_every is {evaluate_every}, and there is nothing to evaluate on: give eval_data.")
         in_epoch = steps_for(1 if epochs is None else epochs, len(self.rows), global_batch_size, drop_last=drop_last)
         self.job = Job(
@@ -238,6 +245,7 @@ class Trainer:
                 budget=self.budget,
                 rows=self.rows,
                 eval_rows=self.eval_rows,
+                metrics=metrics,
                 constraints=self._constraints,
                 processes=self.processes,
             )

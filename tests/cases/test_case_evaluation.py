@@ -110,7 +110,7 @@ def argmax(logits: Tensor, labels: Tensor | None) -> Tensor:
     return logits.argmax(-1)
 
 
-@pytest.mark.parametrize("reduced", [False])
+@pytest.mark.parametrize("reduced", [False, True])
 def test_logits_of_one_batch_are_gone_before_those_of_the_next_are_made(reduced: bool) -> None:
     """mem-03: for the loss alone, and for a metric of what is left of them; twenty would be 2560000 bytes."""
     kept: list[np.ndarray[Any, Any]] = []
