@@ -22,6 +22,7 @@ class Conduct:
         stop_seconds: how long a run that is told to stop may take to save; None for as long as it takes.
         workers: processes that make rows ahead of the step.
         callbacks: see what happens, and may ask for something.
+        trackers: what else metrics go to.
     """
 
     evaluate_every: int | None
@@ -30,6 +31,7 @@ class Conduct:
     stop_seconds: float | None
     workers: int
     callbacks: tuple[Callback, ...] = ()
+    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every"):

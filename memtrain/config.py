@@ -92,6 +92,7 @@ def settings(cfg: DictConfig) -> Settings:
         method=_alternative("method", values["method"]),
         quantization=_alternative("quantization", values["quantization"]),
         allow=approximations(values["allow"]),
+        trackers=tuple(values["trackers"]),
         device={key: value for key, value in values["device"].items() if value is not None},
         constraints=_constraints(values["plan"]),
         save_merged=values["run"]["save_merged"],

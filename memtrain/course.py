@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from memtrain.report.terminal import TrainingProgress, choice_view
 from memtrain.resume import Start, plain_constraints
 from memtrain.session import Session
 from memtrain.signals import listen
+from memtrain.trackers import Tracking
 from memtrain.training import Training
 from memtrain.watchdog import Watchdog
 
@@ -65,6 +66,10 @@ class Course:
             tell=tell,
         )
 
+    def _tracking(self, tell: Tell) -> list[Tracking]:
+        names = self.conduct.trackers
+        return [Tracking(names, self.folder, self.identity, tell)] if names and self.folder is not None else []
+
     def run(
         self,
         plan: Callable[[], Choice],
@@ -97,8 +102,11 @@ class Course:
                 left = "going on from" if checkpoint.step < steps else "nothing is left to train after"
                 tell(f"Resumed: {left} step {checkpoint.step} of {steps}, in {checkpoint.path}.")
             keeper = self.keeper(choice, tell)
-            callbacks = Callbacks(() if session.given.processes.rank else conduct.callbacks)
-            with in_use, bar, Watchdog(tell, usual={"step": choice.step_seconds}) as watchdog:
+            tracking = self._tracking(tell)
+            callbacks = Callbacks(() if session.given.processes.rank else (*conduct.callbacks, *tracking))
+            with in_use, bar, ExitStack() as ends, Watchdog(tell, usual={"step": choice.step_seconds}) as watchdog:
+                for one in tracking:
+                    ends.callback(one.close)
                 around = Around(
                     log=log,
                     folder=self.folder,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rich.console import Console
+
 from memtrain.around import Stopped
 from memtrain.keeper import Keeper
+from memtrain.loop import Loop
 from memtrain.metrics import RunFolder, RunLog
-from memtrain.planner.choice import Choice, Comparison
+from memtrain.planner.choice import Comparison
+from memtrain.planner.compare import compare
 from memtrain.report.plot import plot_run
 from memtrain.report.tell import Tell
+from memtrain.report.terminal import comparison_view
+from memtrain.session import Session
 from memtrain.signals import exit_code
-from memtrain.trace.event import Trace
 from memtrain.training import Training
 
 
@@ -66,18 +72,24 @@ def saving(save_model: Callable[[str | os.PathLike[str]], None], folder: RunFold
     return save
 
 
-def write_comparison(
-    comparison: Comparison, log: RunLog, choice: Choice, shown: Trace | None, folder: RunFolder | None, tell: Tell
-) -> None:
-    """Write how the prediction and the measurement compare, and the picture; what cannot be written is told.
-
-    Args:
-        shown: the measured step in the picture, where one is known.
-    """
-    if folder is None:
-        return
-    try:
-        folder.write_json("comparison.json", comparison.to_dict())
-        plot_run(folder.path / "memory.png", log.rows, choice, shown)
-    except (OSError, ValueError) as error:
-        tell(f"The comparison is not written ({error}).")
+def concluded(session: Session, loop: Loop, log: RunLog, folder: RunFolder | None, console: Console, tell: Tell) -> Comparison:
+    """How the prediction and the measurement compare, shown and written; what cannot be written is told."""
+    choice = session.choice
+    assert choice is not None
+    # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
+    unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
+    seconds = statistics.median(row["step_seconds"] for row in unwatched) if unwatched else 0.0
+    comparison = compare(choice, session.meter.side(seconds))
+    # A run that was complete already has been measured when it trained.
+    if loop.first == loop.job.steps:
+        return comparison
+    if folder is not None:
+        meter = session.meter
+        shown = meter.trace("step 2 of the rehearsal") or meter.trace(f"step {min(loop.first + 2, loop.job.steps)}")
+        try:
+            folder.write_json("comparison.json", comparison.to_dict())
+            plot_run(folder.path / "memory.png", log.rows, choice, shown)
+        except (OSError, ValueError) as error:
+            tell(f"The comparison is not written ({error}).")
+    console.print("", comparison_view(comparison, session.given.budget, log.evaluations))
+    return comparison

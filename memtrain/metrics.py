@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ _FILES = (
     "plan.yaml",
     "prediction.json",
     "metrics.jsonl",
+    "metrics.csv",
     "comparison.json",
     "memory.png",
     "model",
@@ -150,15 +153,24 @@ class RunFolder:
             raise ValueError(f"{self.path / 'metrics.jsonl'} cannot be read ({error}): choose another run.dir.") from error
         return [row for row in map(_row, lines) if row is not None]
 
-    def rewrite(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Write ``metrics.jsonl`` anew.
+    def rewrite(self, rows: Sequence[Mapping[str, float]], columns: Sequence[str]) -> None:
+        """Write ``metrics.jsonl`` and ``metrics.csv`` anew.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        if rows or (self.path / "metrics.jsonl").exists():
+            self.write_text("metrics.jsonl", "".join(map(_line, rows)))
+            self.write_text("metrics.csv", "".join([_cells(columns), *(_cells(map(row.get, columns)) for row in rows)]))
+
+    def add(self, row: Mapping[str, float], columns: Sequence[str]) -> None:
+        """Add a line to ``metrics.jsonl`` and ``metrics.csv``, which has these columns.
 
         Raises:
             ValueError: it cannot be written.
         """
-        text = "".join(map(_line, rows))
-        if text or (self.path / "metrics.jsonl").exists():
-            self.write_text("metrics.jsonl", text)
+        self.log(row)
+        self._write("metrics.csv", _cells(map(row.get, columns)), mode="a")
 
     def sync(self) -> None:
         """Bring ``metrics.jsonl`` to the disk, if it is there."""
@@ -173,6 +185,13 @@ def _row(line: str) -> Mapping[str, float] | None:
     except ValueError:
         return None
     return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _cells(values: Iterable[object]) -> str:
+    """A line of comma-separated values; nothing stands for None."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue()
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -195,13 +214,20 @@ class RunLog:
         self._folder = folder
         self._tell = tell
         self._behind = self._told = False
+        # Of metrics.csv, which is written anew when a row has another.
+        self._columns: list[str] = []
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Add a row, also to ``metrics.jsonl``."""
+        """Add a row, also to ``metrics.jsonl`` and ``metrics.csv``."""
         self.rows.append(row)
         if self._folder is None:
             return
-        self._written(lambda folder: folder.rewrite(self.rows) if self._behind else folder.log(row))
+        self._behind = self._behind or not row.keys() <= set(self._columns)
+        self._written(self._rewrite if self._behind else lambda folder: folder.add(row, self._columns))
+
+    def _rewrite(self, folder: RunFolder) -> None:
+        self._columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        folder.rewrite(self.rows, self._columns)
 
     def cut_back(self, step: int) -> None:
         """Keep the rows up to a step, also in ``metrics.jsonl``; of a run that goes on they come from there.
@@ -219,7 +245,7 @@ class RunLog:
         if self._folder is None:
             return
         if self._behind:
-            self._written(lambda folder: folder.rewrite(self.rows))
+            self._written(self._rewrite)
         self._folder.sync()
 
     def _written(self, write: Callable[[RunFolder], None]) -> None:

@@ -102,6 +102,7 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
         seed=settings.seed,
         evaluate_every=settings.evaluate_every,
         callbacks=[EarlyStopping(patience=settings.early_stopping)] if settings.early_stopping else [],
+        trackers=settings.trackers,
         on_not_finite=settings.on_not_finite,
         workers=data.workers,
         constraints=settings.constraints,

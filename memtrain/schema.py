@@ -134,6 +134,10 @@ class Schema:
     epochs: int | None = _key(None, "passes over the training rows")
     evaluate_every: int | None = _key(None, "steps between evaluations; null: before and after the run")
     early_stopping: int | None = _key(None, "end the run after so many evaluations without a better loss; null: never")
+    trackers: list[str] = field(
+        default_factory=list,
+        metadata={"sentence": "where metrics also go: tensorboard, wandb, mlflow; to metrics.jsonl and .csv always"},
+    )
     checkpoint_every: int | None = _key(500, "steps between checkpoints; null: none but that of a run that is stopped")
     keep_checkpoints: int = _key(2, "so many of the latest stay, and the one that was evaluated best")
     resume: str = _key(

@@ -197,6 +197,7 @@ class Session:
     ) -> Loop:
         """The steps of the plan in force, from step ``first`` (from 0) on; ``ask`` and ``tell`` are the Loop's."""
         distributed.require(self.plan_in_force.ranks)
+        self.tell = tell
         model = self.model
         self.run = prepare(self.given.job, self.plan_in_force, model)
         if self.given.rows.packed:

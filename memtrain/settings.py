@@ -74,6 +74,7 @@ class Settings:
         steps, epochs: length of the run; exactly one is set.
         evaluate_every: optimizer steps between evaluations, or None for only before and after.
         early_stopping: evaluations without a better loss that end the run, or None.
+        trackers: what else metrics go to.
         checkpoint_every: optimizer steps between checkpoints, or None for none but a stopped run's; keep_checkpoints: how many of the latest stay.
         resume: ``auto``, ``never``, or the path of a checkpoint or run.
         on_not_finite: what becomes of a step whose loss or gradient is not finite.
@@ -96,6 +97,7 @@ class Settings:
     epochs: int | None
     evaluate_every: int | None
     early_stopping: int | None
+    trackers: tuple[str, ...]
     checkpoint_every: int | None
     keep_checkpoints: int
     resume: str

@@ -8,7 +8,6 @@ learning rate from schedule.learning_rate.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from memtrain.data.loading import step_batches
 from memtrain.data.options import DataOptions
 from memtrain.data.task import Task
 from memtrain.device import Cuda, Device
-from memtrain.ending import write_comparison
+from memtrain.ending import concluded
 from memtrain.evaluation import ComputeMetrics, ReduceOutputs, metrics_of
 from memtrain.inputs import Collator, Reader, check_module, load_tokenizer
 from memtrain.job import AdamW, Budget, Cosine, Job, Loss, NotFinite, Optimizer, Schedule, approximations, not_finite
@@ -37,12 +36,12 @@ from memtrain.models.build import bytes_on, source, weight_dtype, with_vocabular
 from memtrain.models.save import save_merged, save_model
 from memtrain.plan import parse_constraints, ranks_of
 from memtrain.planner.choice import Choice, Comparison
-from memtrain.planner.compare import compare
 from memtrain.precision import Fp32, Precision
 from memtrain.report.tell import teller
-from memtrain.report.terminal import TrainingProgress, comparison_view
+from memtrain.report.terminal import TrainingProgress
 from memtrain.resume import CHECKPOINTS, find_start, identity, name_of, parse_resume, resumed_constraints
 from memtrain.session import Given, Session
+from memtrain.trackers import check_trackers
 from memtrain.units import parse_bytes
 
 
@@ -92,7 +91,7 @@ class Trainer:
         host_bytes: memory of the host that a plan for a card may take, such as ``"64GiB"``.
         on_not_finite: what happens to a step whose loss or gradient is not finite: ``"stop"`` ends the run before a weight
             changes, where the plan allows it; ``"skip"`` leaves the step out and goes on.
-        evaluate_every, checkpoint_every, keep_checkpoints, stop_seconds, workers, callbacks: see
+        evaluate_every, checkpoint_every, keep_checkpoints, stop_seconds, workers, callbacks, trackers: see
             :class:`memtrain.conduct.Conduct`.
         run_dir: folder for plan, prediction, metrics, checkpoints and comparison; nothing is written by default.
         resume: ``"auto"`` goes on with the run that is in ``run_dir``, if there is one; a path, with the checkpoint or run
@@ -139,6 +138,7 @@ class Trainer:
         compute_metrics: ComputeMetrics | None = None,
         reduce_outputs: ReduceOutputs | None = None,
         callbacks: Sequence[Callback] = (),
+        trackers: Sequence[str] = (),
         workers: int = 0,
         constraints: Mapping[str, Any] | None = None,
         device: Device | None = None,
@@ -171,7 +171,9 @@ class Trainer:
             stop_seconds=stop_seconds,
             workers=workers,
             callbacks=as_tuple("callbacks", callbacks),
+            trackers=as_tuple("trackers", trackers),
         )
+        check_trackers(self._conduct.trackers, has_folder=run_dir is not None)
         self.source = source(model, task=task, trust_remote_code=trust_remote_code)
         if isinstance(budget, Budget) and host_bytes is not None:
             raise ValueError(f"budget is a Budget and host_bytes is {host_bytes!r}: give the host's bytes in the Budget.")
@@ -322,16 +324,7 @@ class Trainer:
         tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
         log = RunLog(self.folder, tell)
         loop = self._course.run(self._begin, self._batches(), log, bar, tell, self.save_model)
-        # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
-        unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
-        seconds = statistics.median(row["step_seconds"] for row in unwatched) if unwatched else 0.0
-        comparison = compare(self.choice, self._session.meter.side(seconds))
-        # A run that was complete already has been measured when it trained.
-        if loop.first < self.job.steps:
-            meter = self._session.meter
-            shown = meter.trace("step 2 of the rehearsal") or meter.trace(f"step {min(loop.first + 2, self.job.steps)}")
-            write_comparison(comparison, log, self.choice, shown, self.folder, tell)
-            console.print("", comparison_view(comparison, self.budget, log.evaluations))
+        comparison = concluded(self._session, loop, log, self.folder, console, tell)
         return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
 
     @distributed.naming_a_lost_process()

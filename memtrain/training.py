@@ -299,7 +299,7 @@ class Training:
             outcome = self._tried(Phase.SAVING, self._write)
         if isinstance(outcome, Setback):
             self._make_room(outcome)
-        elif not there:
+        elif self._around.keeper.has_folder and not there:
             self._show_callbacks("checkpoint", {})
 
     def _write(self) -> None:

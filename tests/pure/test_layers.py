@@ -35,7 +35,7 @@ LAYERS = (
     ("memtrain.checkpoint",),
     ("memtrain.checkpoint_writer",),
     ("memtrain.models",),
-    ("memtrain.inputs", "memtrain.resume", "memtrain.conduct", "memtrain.evaluation"),
+    ("memtrain.inputs", "memtrain.resume", "memtrain.conduct", "memtrain.evaluation", "memtrain.trackers"),
     ("memtrain.features",),
     ("memtrain.run",),
     ("memtrain.state",),
