@@ -91,5 +91,5 @@ def concluded(session: Session, loop: Loop, log: RunLog, folder: RunFolder | Non
             plot_run(folder.path / "memory.png", log.rows, choice, shown)
         except (OSError, ValueError) as error:
             tell(f"The comparison is not written ({error}).")
-    console.print("", comparison_view(comparison, session.given.budget, log.evaluations))
+    console.print("", comparison_view(comparison, session.given.budget, log.evaluation_rows))
     return comparison

@@ -265,6 +265,11 @@ class RunLog:
         return [row for row in self.rows if "loss" in row]
 
     @property
+    def evaluation_rows(self) -> list[Mapping[str, float]]:
+        """The rows of evaluations."""
+        return [row for row in self.rows if "eval_loss" in row]
+
+    @property
     def evaluations(self) -> tuple[tuple[int, float], ...]:
         """(step, loss) of each evaluation."""
-        return tuple((int(row["step"]), row["eval_loss"]) for row in self.rows if "eval_loss" in row)
+        return tuple((int(row["step"]), row["eval_loss"]) for row in self.evaluation_rows)

@@ -8,7 +8,7 @@ otherwise read as markup. Columns fold instead of ending in an ellipsis, because
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -67,13 +67,13 @@ def choice_view(choice: Choice) -> RenderableType:
     return view
 
 
-def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequence[tuple[int, float]]) -> RenderableType:
+def comparison_view(comparison: Comparison, budget: Budget, evaluations: Sequence[Mapping[str, float]]) -> RenderableType:
     """Predicted beside measured, then what training did to the evaluation loss.
 
     Args:
         comparison: both sides; a kind that one side lacks held 0 bytes there, a phase that it lacks was not seen.
         budget: what the measured peak had to stay within.
-        evaluations: (step, loss) in order; the first is from before training.
+        evaluations: what was logged of each, in order; the first is from before training.
     """
     table = bytes_table(comparison)
     table.add_row("seconds per step", *_second_cells(comparison.predicted.step_seconds, comparison.measured.step_seconds))
@@ -335,20 +335,20 @@ def _relative(difference: float, measured: float) -> str:
     return f"{percent:+.2f} %" if percent else "0.00 %"
 
 
-def _evaluation_sentence(evaluations: Sequence[tuple[int, float]]) -> str:
-    (first, before), (step, after) = evaluations[0], evaluations[-1]
-    begins = f"after {first} steps" if first else "before training"
-    if len(evaluations) == 1:
-        return f"Evaluation loss {before:.4f} {begins} (perplexity {_perplexity(before)})."
-    return (
-        f"Evaluation loss {before:.4f} {begins} and {after:.4f} after {step} steps "
-        f"(perplexity {_perplexity(before)} and {_perplexity(after)})."
-    )
+def _evaluation_sentence(rows: Sequence[Mapping[str, float]]) -> str:
+    before, after = rows[0], rows[-1]
+    begins = f"after {before['step']:.0f} steps" if before["step"] else "before training"
+    shown = [f"{before['eval_loss']:.4f} {begins}"]
+    if len(rows) > 1:
+        shown.append(f"{after['eval_loss']:.4f} after {after['step']:.0f} steps")
+    others = [name for name in before if name.startswith("eval_") and name != "eval_loss" and name in after]
+    ends = [before, after][: len(rows)]
+    told = ", ".join(f"{name.removeprefix('eval_')} {' and '.join(_short(row[name]) for row in ends)}" for name in others)
+    return f"Evaluation loss {' and '.join(shown)}{f' ({told})' if told else ''}."
 
 
-def _perplexity(loss: float) -> str:
-    # exp overflows a double above 709, which a run that diverged may reach.
-    return f"{math.exp(loss):.4g}" if loss < 700 or math.isnan(loss) else "infinite"
+def _short(value: float) -> str:
+    return "infinite" if value == math.inf else f"{value:.4g}"
 
 
 def _closing_sentence(comparison: Comparison, budget: Budget) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -294,19 +295,24 @@ def test_the_last_sentence_judges_the_prediction(predicted: int, measured: int, 
     ("evaluations", "sentence"),
     [
         (
-            [(0, 3.0), (50, 2.5), (100, 2.0)],
+            [(0, 3.0, {"perplexity": 20.0855}), (50, 2.5, {}), (100, 2.0, {"perplexity": 7.38906})],
             "Evaluation loss 3.0000 before training and 2.0000 after 100 steps (perplexity 20.09 and 7.389).",
         ),
-        ([(0, 3.0)], "Evaluation loss 3.0000 before training (perplexity 20.09)."),
+        ([(0, 3.0, {"perplexity": 20.0855})], "Evaluation loss 3.0000 before training (perplexity 20.09)."),
         (
-            [(0, 3.0), (9, 1e4)],
-            "Evaluation loss 3.0000 before training and 10000.0000 after 9 steps (perplexity 20.09 and infinite).",
+            [(0, 3.0, {"perplexity": 20.0855, "accuracy": 0.25}), (9, 1e4, {"perplexity": math.inf, "accuracy": 0.5})],
+            "Evaluation loss 3.0000 before training and 10000.0000 after 9 steps (perplexity 20.09 and infinite, accuracy 0.25 and 0.5).",
         ),
+        ([(5, 0.5, {}), (9, 0.25, {})], "Evaluation loss 0.5000 after 5 steps and 0.2500 after 9 steps."),
     ],
 )
-def test_the_evaluation_is_told_before_and_after(evaluations: list[tuple[int, float]], sentence: str) -> None:
+def test_the_evaluation_is_told_before_and_after(evaluations: list[tuple[int, float, dict[str, float]]], sentence: str) -> None:
     side = make_side(100, {}, 1.0)
-    assert sentence in words_of(comparison_view(Comparison(side, side), Budget.of("150MiB"), evaluations))
+    rows = [
+        {"step": step, "epoch": 0.5, "eval_loss": loss, **{f"eval_{name}": value for name, value in more.items()}}
+        for step, loss, more in evaluations
+    ]
+    assert sentence in words_of(comparison_view(Comparison(side, side), Budget.of("150MiB"), rows))
 
 
 def logged(steps: range, total_steps: int) -> list[str]:
