@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,21 @@ from memtrain.report.terminal import comparison_view
 from memtrain.session import Session
 from memtrain.signals import exit_code
 from memtrain.training import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a training run came to.
+
+    Attributes:
+        comparison: predicted beside measured.
+        evaluations: (step, mean loss over the evaluation rows) pairs, the first before training; empty without such rows.
+        metrics: the rows of ``metrics.jsonl``.
+    """
+
+    comparison: Comparison
+    evaluations: tuple[tuple[int, float], ...]
+    metrics: tuple[Mapping[str, float], ...]
 
 
 @contextmanager
@@ -72,17 +88,18 @@ def saving(save_model: Callable[[str | os.PathLike[str]], None], folder: RunFold
     return save
 
 
-def concluded(session: Session, loop: Loop, log: RunLog, folder: RunFolder | None, console: Console, tell: Tell) -> Comparison:
-    """How the prediction and the measurement compare, shown and written; what cannot be written is told."""
+def concluded(session: Session, loop: Loop, log: RunLog, folder: RunFolder | None, console: Console, tell: Tell) -> Result:
+    """What the run came to, shown and written; what cannot be written is told."""
     choice = session.choice
     assert choice is not None
     # The profiler slows the steps that it watches; where there is no other, theirs is all there is.
     unwatched = [row for row in log.steps if not loop.watches(int(row["step"]) - 1)] or log.steps
     seconds = statistics.median(row["step_seconds"] for row in unwatched) if unwatched else 0.0
     comparison = compare(choice, session.meter.side(seconds))
+    result = Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
     # A run that was complete already has been measured when it trained.
     if loop.first == loop.job.steps:
-        return comparison
+        return result
     if folder is not None:
         meter = session.meter
         shown = meter.trace("step 2 of the rehearsal") or meter.trace(f"step {min(loop.first + 2, loop.job.steps)}")
@@ -92,4 +109,4 @@ def concluded(session: Session, loop: Loop, log: RunLog, folder: RunFolder | Non
         except (OSError, ValueError) as error:
             tell(f"The comparison is not written ({error}).")
     console.print("", comparison_view(comparison, session.given.budget, log.evaluation_rows))
-    return comparison
+    return result

@@ -95,10 +95,10 @@ class Session:
         )
         if given.rows.packed:
             check_packable(predictor.model)
-        check_suits(predictor.model, given.rows.rows, given.rows.what, given.job.loss)
+        check_suits(predictor.model, given.rows.alone, given.rows.what, given.job.loss)
         if given.eval_rows is not None:
             check_alike(given.eval_rows, given.rows)
-            check_suits(predictor.model, given.eval_rows.rows, given.eval_rows.what, given.job.loss)
+            check_suits(predictor.model, given.eval_rows.alone, given.eval_rows.what, given.job.loss)
         return predictor
 
     def plan(self, constraints: Mapping[str, Any], resumed_step: int | None = None) -> Choice:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -26,8 +26,9 @@ from memtrain.data.loading import step_batches
 from memtrain.data.options import DataOptions
 from memtrain.data.task import Task
 from memtrain.device import Cuda, Device
-from memtrain.ending import concluded
+from memtrain.ending import Result, concluded
 from memtrain.evaluation import ComputeMetrics, ReduceOutputs, metrics_of
+from memtrain.hf.arguments import arguments_from_hf
 from memtrain.inputs import Collator, Reader, check_module, load_tokenizer
 from memtrain.job import AdamW, Budget, Cosine, Job, Loss, NotFinite, Optimizer, Schedule, approximations, not_finite
 from memtrain.method import Full, Method, Quantization, Unquantized
@@ -35,7 +36,7 @@ from memtrain.metrics import IDENTITY, RunFolder, RunLog
 from memtrain.models.build import bytes_on, source, weight_dtype, with_vocabulary
 from memtrain.models.save import save_merged, save_model
 from memtrain.plan import parse_constraints, ranks_of
-from memtrain.planner.choice import Choice, Comparison
+from memtrain.planner.choice import Choice
 from memtrain.precision import Fp32, Precision
 from memtrain.report.tell import teller
 from memtrain.report.terminal import TrainingProgress
@@ -43,21 +44,6 @@ from memtrain.resume import CHECKPOINTS, find_start, identity, name_of, parse_re
 from memtrain.session import Given, Session
 from memtrain.trackers import check_trackers
 from memtrain.units import parse_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a training run came to.
-
-    Attributes:
-        comparison: predicted beside measured.
-        evaluations: (step, mean loss over the evaluation rows) pairs, the first before training; empty without such rows.
-        metrics: the rows of ``metrics.jsonl``.
-    """
-
-    comparison: Comparison
-    evaluations: tuple[tuple[int, float], ...]
-    metrics: tuple[Mapping[str, float], ...]
 
 
 class Trainer:
@@ -261,6 +247,22 @@ class Trainer:
             start=self._start,
         )
 
+    @classmethod
+    def from_hf(cls, args: Any, model: Any, *given: Any, **settings: Any) -> Self:
+        """A Trainer of what ``transformers.Trainer`` takes, under the same names; what is another thing here is said.
+
+        Args:
+            args: ``transformers.TrainingArguments``.
+            given, settings: as :func:`memtrain.hf.arguments.arguments_from_hf` takes them, and settings of this class beside them.
+
+        Raises:
+            ValueError: memtrain has nothing for something that is set.
+        """
+        translated = arguments_from_hf(args, model, *given, **settings)
+        made = cls(**translated.settings)
+        made._said = [*translated.said, *made._said]
+        return made
+
     def _budget(self, budget: str | None, host_bytes: str | None) -> Budget:
         return machine.budget_for(
             self.device,
@@ -324,8 +326,7 @@ class Trainer:
         tell = teller(self.folder, bar if self._progress else None, silent=self.processes.rank > 0)
         log = RunLog(self.folder, tell)
         loop = self._course.run(self._begin, self._batches(), log, bar, tell, self.save_model)
-        comparison = concluded(self._session, loop, log, self.folder, console, tell)
-        return Result(comparison=comparison, evaluations=log.evaluations, metrics=tuple(log.rows))
+        return concluded(self._session, loop, log, self.folder, console, tell)
 
     @distributed.naming_a_lost_process()
     def evaluate(self) -> dict[str, float]:

@@ -87,6 +87,11 @@ class RowSet:
             return self.batch((number, self.row(number)) for number in numbers)
         return self.join_largest([self.row(self.longest[place % len(self.longest)]) for place in range(len(numbers))])
 
+    @property
+    def alone(self) -> Rows:
+        """The rows as tensors, each as the only one of a batch where a function of the user's joins them."""
+        return self.rows if self.first is not None else _Alone(self)
+
     def tokens(self, numbers: Sequence[int]) -> int | None:
         """The tokens of these rows, padding not counted; None where rows are no text."""
         return None if self.lengths is None else int(self.lengths[np.asarray(numbers, dtype=np.int64)].sum())
@@ -103,6 +108,17 @@ class RowSet:
             return range(len(self))
         in_order: list[int] = np.argsort(-self.lengths, kind="stable").tolist()
         return in_order
+
+
+@dataclass(frozen=True)
+class _Alone:
+    rows: RowSet
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return {name: tensor[0] for name, tensor in self.rows.batch([(number, self.rows.row(number))]).items()}
 
 
 def alike(rows: Rows, what: str = TRAINING_ROWS) -> RowSet:
