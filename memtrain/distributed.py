@@ -101,6 +101,12 @@ def start(processes: Processes, *, cards: bool) -> None:
         atexit.register(_stop)
 
 
+def leave_foreign() -> None:
+    """Leave a group that others have made, such as ``TrainingArguments``: it cannot be made anew when a process is lost."""
+    if dist.is_initialized() and _joined is None:
+        dist.destroy_process_group()
+
+
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

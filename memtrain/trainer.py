@@ -259,6 +259,7 @@ class Trainer:
             ValueError: memtrain has nothing for something that is set.
         """
         translated = arguments_from_hf(args, model, *given, **settings)
+        distributed.leave_foreign()
         made = cls(**translated.settings)
         made._said = [*translated.said, *made._said]
         return made
