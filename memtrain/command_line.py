@@ -48,6 +48,7 @@ _EXAMPLES = """\
 examples:
   python -m memtrain                                      train the quickstart
   python -m memtrain mode=plan budget=300MiB              choose a plan, explain it and stop
+  python -m memtrain mode=data data.path=chat.jsonl       what is in your rows, and what is learnt of them
   python -m memtrain mode=optimizers model=llama2_7b      what each optimizer takes of memory
   python -m memtrain recipe=./mine.yaml steps=500         a recipe of your own
   python -m memtrain data.path=book.txt                   your own text

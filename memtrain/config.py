@@ -35,7 +35,7 @@ from memtrain.units import parse_bytes
 CONFIGS = facts("configs")
 RECIPES = facts("recipes")
 
-MODES = ("train", "plan", "optimizers")
+MODES = ("train", "plan", "data", "optimizers")
 # fmt: off
 _AS_WRITTEN = (
     "recipe", "mode", "seed", "global_batch_size", "steps", "epochs", "evaluate_every", "early_stopping",
@@ -100,6 +100,8 @@ def settings(cfg: DictConfig) -> Settings:
     )
     if read.epochs is not None and not names_text(read.data):
         raise ValueError(f"epochs is {read.epochs}, and without a text nothing says how many steps that is: set steps instead.")
+    if read.mode == "data" and not names_text(read.data):
+        raise ValueError("mode is data, and no rows are named: set data.path, or choose a data=NAME.")
     if read.save_merged and isinstance(read.method, Full):
         raise ValueError("run.save_merged is true, and method full has no adapters to add: set method to lora, or it to false.")
     # A table of optimizers needs a model and nothing else.

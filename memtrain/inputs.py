@@ -44,6 +44,8 @@ class Reader:
     Attributes:
         task: what the model learns.
         said: sentences about what was read, for people.
+        readings: what was counted, by the name of the rows; stores: the rows as they were read, where they were not cut from text
+            end to end.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Reader:
         self._options = options
         self.said: list[str] = []
         self.readings: dict[str, Reading] = {}
+        self.stores: dict[str, RaggedRows] = {}
 
     def read(self, data: Any, what: str, enough: int | None = None) -> RowSet:
         """The rows of ``data``.
@@ -115,7 +118,7 @@ class Reader:
         )
         store = RaggedRows.of(encoder.encode_all(records, reading, enough=enough))
         _check_positions({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model)
-        self.readings[what] = reading
+        self.readings[what], self.stores[what] = reading, store
         self.said += reading.lines()
         if self._options.packing:
             return self._packed(store, what, length)

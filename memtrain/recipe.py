@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -9,6 +13,8 @@ from rich.text import Text
 from memtrain import machine
 from memtrain.callbacks import EarlyStopping
 from memtrain.config import check_text, names_text
+from memtrain.data.rows import Rows
+from memtrain.data.summary import chosen_examples, summary
 from memtrain.device import Device
 from memtrain.inputs import check_length
 from memtrain.job import Budget, Job
@@ -20,15 +26,16 @@ from memtrain.planner.predict import Predictor
 from memtrain.planner.search import choose
 from memtrain.planner.updates import optimizer_table
 from memtrain.precision import Bf16, Bf16Master, Fp32
-from memtrain.recipe_rows import rows_of_recipe
+from memtrain.recipe_rows import RecipeRows, rows_of_recipe
 from memtrain.report.optimizers import optimizers_json, optimizers_view
 from memtrain.report.terminal import choice_view
+from memtrain.rows_view import examples_view, rows_view, speed_sentence
 from memtrain.settings import Settings
 from memtrain.trainer import Trainer
 
 
 def run_recipe(settings: Settings, config_yaml: str) -> None:
-    """Plan the job and print the choice; unless only that was asked for, train, compare and save. Or print the optimizers.
+    """Plan the job and print the choice; unless only that was asked for, train, compare and save. Or show rows or optimizers.
 
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
@@ -53,6 +60,9 @@ def run_recipe(settings: Settings, config_yaml: str) -> None:
         trainer.train()
         if settings.save_merged:
             trainer.save_merged(settings.run_dir / "merged")
+    elif settings.mode == "data":
+        check_text(settings)
+        show_rows(settings, device, console, config_yaml)
     elif settings.mode == "optimizers":
         folder, model = RunFolder(settings.run_dir), _model(settings)
         with console.status("updating without data"):
@@ -77,10 +87,67 @@ def choice_of(settings: Settings, device: Device) -> Choice:
 
 def trainer_of(settings: Settings, device: Device) -> Trainer:
     """The Trainer that the settings describe, which must name rows."""
-    data, rows = settings.data, rows_of_recipe(settings, _model(settings))
+    rows = rows_of_recipe(settings, _model(settings))
     console = Console(quiet=machine.processes().rank > 0)
     for said in rows.reader.said:
         console.print(Text(said), soft_wrap=True)
+    return _trainer(settings, device, rows, settings.run_dir)
+
+
+def show_rows(settings: Settings, device: Device, console: Console, config_yaml: str) -> None:
+    """Print what the rows are like, with three of them, and write it as ``data.json``; nothing is loaded or trained.
+
+    Raises:
+        ValueError: there are no rows, or, when all has been shown, rows that training would stop for.
+    """
+    data = settings.data
+    # What can be read is read, since this is where people look for what cannot.
+    lenient = replace(settings, data=replace(data, options=replace(data.options, on_bad_row="skip")))
+    folder, rows = RunFolder(settings.run_dir), rows_of_recipe(lenient, _model(settings))
+    choice, why = None, ""
+    try:
+        with console.status("planning without data"):
+            choice = _trainer(lenient, device, rows, None).choice
+    except ValueError as error:
+        why = str(error).partition(": ")[0]
+    micro_batch_size = settings.global_batch_size if choice is None else choice.plan.micro_batch_size
+    written: dict[str, Any] = {}
+    for name, given in (("data", rows.training), ("eval_data", rows.held_out)):
+        if given is None:
+            continue
+        reading, store = rows.reader.readings.get(name), rows.reader.stores.get(name)
+        lengths = given.lengths if store is None else store.lengths
+        assert lengths is not None
+        found = summary(
+            lengths,
+            int(lengths.sum()) if reading is None else reading.learnt,
+            given,
+            sequence_length=given.shapes["input_ids"][0][0],
+            micro_batch_size=micro_batch_size,
+            global_batch_size=settings.global_batch_size,
+            drop_last=data.drop_last,
+        )
+        speed = f"How long it takes is not known: {why}." if choice is None else ""
+        if choice is not None:
+            speed = speed_sentence(found.steps, choice.step_seconds, device.name)
+        said = [] if reading is None else reading.lines()
+        console.print(rows_view(name, found, said, speed, micro_batch_size=micro_batch_size if name == "data" else None), "")
+        written[name] = asdict(found) | ({} if reading is None else {"reading": reading.counts()})
+        if name == "data":
+            shown: Rows = given.rows if store is None else store
+            some = [(number, shown[number]) for number in chosen_examples(lengths)]
+    console.print(examples_view(some, rows.tokenizer))
+    folder.write_text("config.yaml", config_yaml)
+    folder.write_json("data.json", written)
+    bad = sum(reading.bad for reading in rows.reader.readings.values())
+    if bad and data.options.on_bad_row == "stop":
+        raise ValueError(
+            f"{bad:,} rows cannot be used, and training would stop for them: mend them, or set data.on_bad_row to skip."
+        )
+
+
+def _trainer(settings: Settings, device: Device, rows: RecipeRows, run_dir: Path | None) -> Trainer:
+    data = settings.data
     return Trainer(
         model=rows.model,
         data=rows.training,
@@ -107,7 +174,7 @@ def trainer_of(settings: Settings, device: Device) -> Trainer:
         workers=data.workers,
         constraints=settings.constraints,
         device=device,
-        run_dir=settings.run_dir,
+        run_dir=run_dir,
         checkpoint_every=settings.checkpoint_every,
         keep_checkpoints=settings.keep_checkpoints,
         # Planning goes on with nothing.

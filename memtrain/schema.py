@@ -122,7 +122,9 @@ class RunSchema:
 @dataclass
 class Schema:
     recipe: str = MISSING
-    mode: str = _key("train", "train; plan: choose the plan and print it; or optimizers: print what each takes of memory")
+    mode: str = _key(
+        "train", "train; plan: choose the plan and print it; data: show the rows; optimizers: print what each takes of memory"
+    )
     budget: str | None = _key(None, "memory training may take, such as 400MiB or 24GiB; null: all that a card has")
     headroom: str | None = _key(None, "part of the budget to leave free, such as 50MiB; null: none")
     host_bytes: str | None = _key(

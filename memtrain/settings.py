@@ -68,7 +68,7 @@ class Settings:
 
     Attributes:
         recipe: name of the recipe it started from.
-        mode: ``train``, ``plan`` or ``optimizers``.
+        mode: ``train``, ``plan``, ``data`` or ``optimizers``.
         budget_bytes: memory asked for, None for all that a card has; headroom_bytes: the part of it to leave free.
         host_bytes: memory of a card's host asked for, None for as much as there is.
         steps, epochs: length of the run; exactly one is set.

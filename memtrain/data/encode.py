@@ -50,7 +50,7 @@ class Reading:
         kept: rows that are trained on.
         examples: what was made of them; more than ``kept`` where rows were split.
         bad: rows that cannot be used; first_bad: the first of them.
-        truncated: rows that were cut; without_end: those that were cut within what is learnt.
+        truncated: rows that were cut; cut: the tokens that this took; without_end: rows that were cut within what is learnt.
         split: rows that were made several of.
         left_out: rows that were too long.
         tokens: of all examples; learnt: those that are learnt, and labels where these are not of tokens.
@@ -65,6 +65,7 @@ class Reading:
     bad: int = 0
     first_bad: list[BadRow] = field(default_factory=list)
     truncated: int = 0
+    cut: int = 0
     without_end: int = 0
     split: int = 0
     left_out: int = 0
@@ -85,7 +86,8 @@ class Reading:
         self.split += len(examples) > 1
         self.examples += len(examples)
         for example in examples:
-            self.truncated += example.truncated
+            self.truncated += example.cut > 0
+            self.cut += example.cut
             self.without_end += example.without_end
             ids = example.columns["input_ids"]
             assert isinstance(ids, list)
@@ -106,7 +108,7 @@ class Reading:
         lines.append(f"{self.what}: {_rows(self.kept)}{made}, {self.tokens:,} tokens, {self.learnt:,} learnt.")
         if self.truncated:
             end = f", {self.without_end:,} of them within what is learnt, so without its end" if self.without_end else ""
-            lines.append(f"{self.what}: {_rows(self.truncated)} cut at {self.sequence_length} tokens{end}.")
+            lines.append(f"{self.what}: {_rows(self.truncated)} cut at {self.sequence_length} tokens ({self.cut:,} lost){end}.")
         if self.split:
             lines.append(f"{self.what}: {_rows(self.split)} of more than {self.sequence_length} tokens cut into several.")
         if self.left_out:
@@ -115,6 +117,10 @@ class Reading:
             lines.append(f"{self.what}: {_rows(self.bad)} of {self.read:,} cannot be used and left out:")
             lines += self._bad_lines()
         return lines
+
+    def counts(self) -> dict[str, int]:
+        """What was counted, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
     def check(self, on_bad_row: str) -> None:
         """Refuse what was read if rows cannot be used and that stops the run, or if none is left.

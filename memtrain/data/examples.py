@@ -20,13 +20,13 @@ class Example:
         columns: the names of the model's arguments to numbers; labels are :data:`~memtrain.data.rows.IGNORED` where nothing is
             learnt, and are not shifted.
         learnt: how many of its tokens or labels are learnt, after the shift of a causal model.
-        truncated: whether it was cut.
+        cut: tokens that were cut off.
         without_end: whether it was cut within what is learnt, so that its end is not learnt.
     """
 
     columns: Mapping[str, list[int] | int | float]
     learnt: int
-    truncated: bool = False
+    cut: int = 0
     without_end: bool = False
 
 

@@ -95,7 +95,7 @@ class SequenceLabels:
         label = self._labels.number(value, "label")
         if isinstance(form, Tokens):
             check_ids(form.input_ids, self._vocab_size, "input_ids")
-            too_long = len(form.input_ids) > self._length
+            over = max(0, len(form.input_ids) - self._length)
             columns = {"input_ids": cut_before_end(form.input_ids, self._length, self._ends)}
             if form.token_type_ids is not None:
                 columns["token_type_ids"] = form.token_type_ids[: self._length]
@@ -103,23 +103,23 @@ class SequenceLabels:
             own = self._ends.bare(tokens[0])
             if not own:
                 raise RowRefused("has a text that gives no token but special ones")
-            too_long = len(own) > self._room
+            over = max(0, len(own) - self._room)
             columns = {"input_ids": self._ends.around(own[: self._room])}
         else:
-            columns, too_long = self._pair(form.text, form.text_pair)
-        if too_long and self._options.long_rows == "leave_out":
+            columns, over = self._pair(form.text, form.text_pair)
+        if over and self._options.long_rows == "leave_out":
             return []
-        return [Example({**columns, "labels": label}, 1, too_long)]
+        return [Example({**columns, "labels": label}, 1, over)]
 
-    def _pair(self, text: str, text_pair: str) -> tuple[dict[str, list[int]], bool]:
-        """Two texts as the tokenizer joins them, the longer one cut first, and whether one was."""
+    def _pair(self, text: str, text_pair: str) -> tuple[dict[str, list[int]], int]:
+        """Two texts as the tokenizer joins them, the longer one cut first, and how many tokens that took."""
         found = self._tokenizer(text, text_pair, return_attention_mask=False, verbose=False)
-        too_long = len(found["input_ids"]) > self._length
-        if too_long:
+        over = max(0, len(found["input_ids"]) - self._length)
+        if over:
             found = self._tokenizer(
                 text, text_pair, truncation="longest_first", max_length=self._length, return_attention_mask=False, verbose=False
             )
-        return {name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found}, too_long
+        return {name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found}, over
 
 
 class TokenLabels:
@@ -166,24 +166,24 @@ class TokenLabels:
                 raise RowRefused("has no labels, and a label for each token is needed")
             ids, labels = form.input_ids, [self._tag(label) for label in token_labels(form, None)]
             columns = {"input_ids": ids[: self._length], "labels": labels[: self._length]}
-            too_long = len(ids) > self._length
+            over = max(0, len(ids) - self._length)
             if form.token_type_ids is not None:
                 columns["token_type_ids"] = form.token_type_ids[: self._length]
         else:
             assert isinstance(form, Tagged)
             ids, labels = self._tagged(form)
-            too_long = len(ids) > self._room
+            over = max(0, len(ids) - self._room)
             unlearnt = ([IGNORED] * len(self._ends.before), [IGNORED] * len(self._ends.behind))
             columns = {
                 "input_ids": self._ends.around(ids[: self._room]),
                 "labels": [*unlearnt[0], *labels[: self._room], *unlearnt[1]],
             }
-        if too_long and self._options.long_rows == "leave_out":
+        if over and self._options.long_rows == "leave_out":
             return []
         learnt = sum(label != IGNORED for label in columns["labels"])
         if not learnt:
             raise RowRefused(f"has no tag that is learnt within {self._length} tokens")
-        return [Example(columns, learnt, too_long)]
+        return [Example(columns, learnt, over)]
 
     def _tagged(self, form: Tagged) -> tuple[list[int], list[int]]:
         """The tokens of all words, and the tag of each word at its first."""
@@ -235,7 +235,7 @@ class AsGiven:
         assert isinstance(form, Tokens)
         check_ids(form.input_ids, self._vocab_size, "input_ids")
         columns: dict[str, list[int] | int | float] = {"input_ids": form.input_ids[: self._length]}
-        too_long = len(form.input_ids) > self._length
+        over = max(0, len(form.input_ids) - self._length)
         learnt = len(form.input_ids[: self._length])
         if isinstance(form.labels, list):
             labels = token_labels(form, None)[: self._length]
@@ -249,7 +249,7 @@ class AsGiven:
             columns["token_type_ids"] = form.token_type_ids[: self._length]
         if not learnt:
             raise RowRefused("has labels of which none is learnt")
-        return [] if too_long and self._options.long_rows == "leave_out" else [Example(columns, learnt, too_long)]
+        return [] if over and self._options.long_rows == "leave_out" else [Example(columns, learnt, over)]
 
 
 def _not_split(options: DataOptions) -> None:

@@ -120,7 +120,7 @@ class Causal:
         if not learnt:
             raise RowRefused(_nothing_left(labels, length))
         within = len(ids) > length and kept[-1] != IGNORED and labels[length] != IGNORED
-        return [Example({"input_ids": ids[:length], "labels": kept}, learnt, len(ids) > length, within)]
+        return [Example({"input_ids": ids[:length], "labels": kept}, learnt, max(0, len(ids) - length), within)]
 
     def _encoded(self, form: Form, tokens: Sequence[list[int]]) -> tuple[list[int], list[int]]:
         """Tokens and their labels, however long."""
@@ -193,14 +193,14 @@ class Masked:
         if isinstance(form, Tokens):
             return self._given(form)
         ids = self._ends.bare(tokens[0])
-        too_long, long_rows = len(ids) > self._room, self._options.long_rows
+        over, long_rows = max(0, len(ids) - self._room), self._options.long_rows
         if self._special.issuperset(ids):
             raise RowRefused("has no token that could be masked, only special ones")
-        if too_long and long_rows == "leave_out":
+        if over and long_rows == "leave_out":
             return []
         starts = range(0, len(ids), self._room) if long_rows == "split" else (0,)
         pieces = (self._ends.around(ids[start : start + self._room]) for start in starts)
-        return [self._example({"input_ids": piece}, too_long and long_rows == "truncate") for piece in pieces]
+        return [self._example({"input_ids": piece}, over if long_rows == "truncate" else 0) for piece in pieces]
 
     def _given(self, form: Tokens) -> list[Example]:
         check_ids(form.input_ids, self._vocab_size, "input_ids")
@@ -211,14 +211,14 @@ class Masked:
         columns = {"input_ids": cut_before_end(form.input_ids, self._length, self._ends)}
         if form.token_type_ids is not None:
             columns["token_type_ids"] = form.token_type_ids[: self._length]
-        return [self._example(columns, len(form.input_ids) > self._length)]
+        return [self._example(columns, max(0, len(form.input_ids) - self._length))]
 
-    def _example(self, columns: dict[str, list[int]], truncated: bool) -> Example:
+    def _example(self, columns: dict[str, list[int]], cut: int) -> Example:
         ids = columns["input_ids"]
         learnable = sum(token not in self._special for token in ids)
         if not learnable:
             raise RowRefused(f"has a piece of {len(ids)} tokens of which none could be masked, all of them special ones")
-        return Example({**columns, "labels": list(ids)}, learnable, truncated)
+        return Example({**columns, "labels": list(ids)}, learnable, cut)
 
 
 class Seq2Seq:
@@ -284,14 +284,14 @@ class Seq2Seq:
                 raise RowRefused("has a prompt that gives no token but those of its ends")
             source, kept = self._source.around(own), self._source.around(own[: self._room])
             labels = self._written_labels(self._target.bare(tokens[1]))
-        truncated = len(source) > self._length or len(labels) > self._length
-        if truncated and self._options.long_rows == "leave_out":
+        over = max(0, len(source) - self._length) + max(0, len(labels) - self._length)
+        if over and self._options.long_rows == "leave_out":
             return []
         without_end = len(labels) > self._length and labels[self._length] != IGNORED
         learnt = targets(labels[: self._length], shifted=False)
         if not learnt:
             raise RowRefused(f"has no label that is learnt within {self._length} tokens")
-        return [Example({"input_ids": kept, "labels": labels[: self._length]}, learnt, truncated, without_end)]
+        return [Example({"input_ids": kept, "labels": labels[: self._length]}, learnt, over, without_end)]
 
     def _written_labels(self, tokens: list[int]) -> list[int]:
         """Tokens as a target, with the end of sequence once."""

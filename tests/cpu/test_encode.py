@@ -63,7 +63,7 @@ def test_each_text_ends_once_and_a_row_that_is_cut_without_its_end_is_counted() 
     assert [row["input_ids"] for row in columns] == [[6, 7, 2], [6, 7, 8, 9], [6, 2]]
     assert [row["labels"] for row in columns] == [[6, 7, 2], [6, 7, 8, 9], [6, 2]]
     assert (reading.truncated, reading.without_end, reading.tokens, reading.learnt) == (1, 1, 9, 6)
-    assert "data: 1 row cut at 4 tokens, 1 of them within what is learnt, so without its end." in reading.lines()
+    assert "data: 1 row cut at 4 tokens (1 lost), 1 of them within what is learnt, so without its end." in reading.lines()
 
 
 def test_what_the_tokenizer_sets_before_a_text_stands_there_once() -> None:

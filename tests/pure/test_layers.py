@@ -58,7 +58,7 @@ LAYERS = (
     ("memtrain.trainer",),
     ("memtrain.schema", "memtrain.settings"),
     ("memtrain.config",),
-    ("memtrain.command_line", "memtrain.recipe_rows"),
+    ("memtrain.command_line", "memtrain.recipe_rows", "memtrain.rows_view"),
     ("memtrain.recipe",),
     ("memtrain.__main__",),
     ("memtrain",),
