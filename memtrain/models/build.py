@@ -170,6 +170,9 @@ class FromPretrained:
                 f"wrote, or fetch the model first."
             ) from error
         except RuntimeError as error:
+            # Any other, such as memory that runs out, is what it says.
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
             raise ValueError(self._of_other_sizes()) from error
         others = {name for name, *_ in found.get("mismatched_keys", ())}
         if any(name.startswith(f"{model.base_model_prefix}.") for name in others):

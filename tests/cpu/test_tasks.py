@@ -187,6 +187,19 @@ def test_a_head_that_is_drawn_is_told_of(folder: Path) -> None:
     assert told == []
 
 
+def test_memory_that_runs_out_while_weights_are_read_is_no_matter_of_sizes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        source(folder).load()
+
+
 @pytest.mark.parametrize("task", [None, "causal_lm"])
 def test_weights_of_other_sizes_are_refused(folder: Path, task: str | None) -> None:
     made = source(folder, task=task, settings={"intermediate_size": 24})
