@@ -49,11 +49,14 @@ def identity(job: Job, source: ModelSource, data: str, eval_data: str) -> dict[s
         data, eval_data: fingerprints of the rows to train on and to evaluate on.
     """
     facts = {name: value for name, value in _plain(job).items() if name not in _MAY_CHANGE}
+    # A run of before there were such functions is of the same job.
+    if job.loss is None:
+        del facts["loss"]
     facts |= {"data": data, "eval_data": eval_data}
     if isinstance(source, FromModule):
         return {**facts, "model": {"class": source.name}}
     # The type first, since it is what others follow from.
-    config = {"model_type": source.config.model_type, **source.config.to_dict()}
+    config = {"model_type": source.config.model_type, "class": source.model_class.__name__, **source.config.to_dict()}
     return {**facts, "model": {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}}
 
 

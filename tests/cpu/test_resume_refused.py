@@ -12,9 +12,26 @@ from toys import CASES
 
 from memtrain import AdamW
 from memtrain.checkpoint import read, write
+from memtrain.resume import name_of
 from memtrain.trainer import Result
 
 __all__ = ["undisturbed"]
+
+
+def loss_of_a_user(output: Any, rows: Any) -> Any:
+    return output.loss
+
+
+class Halved:
+    """A loss with a setting."""
+
+    def __call__(self, output: Any, rows: Any) -> Any:
+        return output.loss / 2
+
+
+def test_a_function_is_known_by_its_name_and_an_object_by_that_of_its_class() -> None:
+    assert name_of(loss_of_a_user) == f"{__name__}.loss_of_a_user"
+    assert name_of(Halved()) == name_of(Halved()) == f"{__name__}.Halved"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +42,11 @@ __all__ = ["undisturbed"]
         ({"data": ROWS[:9]}, r"data is 9 rows \(\w+\) here and 10 rows \(\w+\) there"),
         ({"seed": 1}, "seed is 1 here and 0 there"),
         ({"model": CASES["llama"].build()}, "model.model_type is llama here and gpt2 there"),
+        (
+            {"task": "sequence_classification"},
+            "model.class is GPT2ForSequenceClassification here and GPT2LMHeadModel there",
+        ),
+        ({"loss": loss_of_a_user}, r"loss is (\w+\.)*test_resume_refused\.loss_of_a_user here and not set there"),
     ],
 )
 def test_another_jobs_run_is_refused_with_what_differs(
