@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtrain.device import Cpu, Cuda, Device
 from memtrain.job import Adafactor, Adam, Approximation, Job, Lion, Muon, NotFinite, Sgd
 from memtrain.plan import (
+    ChunkedLogits,
     DuringBackward,
     EightBit,
     FlashAttention,
@@ -70,6 +71,8 @@ def check(plan: Plan, job: Job, device: Device | None = None) -> None:
             )
     if device is not None and (reason := unsuited(job.precision, device)) is not None:
         raise PlanRefused(reason)
+    if job.loss is not None and isinstance(plan.loss, ChunkedLogits):
+        raise PlanRefused("the loss is the job's own, and the chunked loss is that of the model: keep the whole logits.")
     _check_ranks(plan, job)
     _check_attention(plan, job, device)
     _check_optimizer(plan, job)

@@ -304,8 +304,6 @@ def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
     """Refuse what would change the numbers of this model (rule 2), and what cannot be simulated."""
-    if job.loss is not None and isinstance(plan.loss, ChunkedLogits):
-        raise PlanRefused("the loss is the job's own, and the chunked loss is that of the model: keep the whole logits.")
     if (tied := ties_rows(model)) is not None:
         if plan.ranks > 1:
             raise PlanRefused(

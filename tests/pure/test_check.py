@@ -13,6 +13,7 @@ from memtrain.device import Device
 from memtrain.job import Approximation, Job, NotFinite
 from memtrain.method import Full, Lora
 from memtrain.plan import (
+    ChunkedLogits,
     DataParallel,
     DuringBackward,
     EightBit,
@@ -163,3 +164,11 @@ def test_the_flash_attention_package_is_for_newer_cards_in_16_bits() -> None:
         "set precision to autocast_bf16, or attention to sdpa."
     )
     check(plan, job, newer)
+
+
+def test_a_loss_of_the_users_needs_the_whole_logits() -> None:
+    job = Job(model="tiny", global_batch_size=1, steps=1, loss=lambda output, rows: output)
+    sentence = "the loss is the job's own, and the chunked loss is that of the model: keep the whole logits."
+    assert refusal_of(Plan(micro_batch_size=1, loss=ChunkedLogits()), job) == sentence
+    check(Plan(micro_batch_size=1, loss=ChunkedLogits()), dataclasses.replace(job, loss=None))
+    check(Plan(micro_batch_size=1), job)
