@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +155,37 @@ def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ValueError, match=rf"^there is no tokenizer at '{tmp_path}' \(.+\): give one that save_pretrained wrote\.$"
     ):
         load_tokenizer(str(tmp_path), model_of())
+
+
+@pytest.fixture
+def own_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A tokenizer whose class lies beside it; what transformers copies of it lies there too."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "copies"))
+    # To which transformers adds that folder.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    BYTES.save_pretrained(tmp_path)
+    (tmp_path / "tokens_x.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass XTokens(PreTrainedTokenizerFast):\n    own = True\n"
+    )
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    described |= {"tokenizer_class": "XTokens", "auto_map": {"AutoTokenizer": [None, "tokens_x.XTokens"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    yield tmp_path
+    # What was copied is known by the folder of this test.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("by_path", [True, False], ids=["given", "beside_the_weights"])
+def test_code_that_a_tokenizer_brings_is_not_run_unasked(own_tokenizer: Path, by_path: bool) -> None:
+    expected = (
+        f"the tokenizer at {str(own_tokenizer)!r} brings its own code, which is not run unasked: read it, and set trust_remote_code "
+        f"to true if you trust it."
+    )
+    path, model = (str(own_tokenizer), model_of()) if by_path else (None, pretrained(own_tokenizer))
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        load_tokenizer(path, model)
+    assert load_tokenizer(path, model, trust_remote_code=True).own
 
 
 # ---------------------------------------------------------------------------------------------- modules

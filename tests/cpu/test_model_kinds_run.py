@@ -56,58 +56,12 @@ def check(model: nn.Module, rows: list[dict[str, Tensor]], expected: Tensor, **g
     assert first["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert second["loss"] < first["loss"]
     assert result.evaluations[0][1] == pytest.approx(expected.item(), rel=1e-6)
-    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        # The scratch memory of a convolution on a processor is not known.
-        predicted, measured = (side.peak_allocated_bytes for side in (result.comparison.predicted, result.comparison.measured))
-        assert predicted == pytest.approx(measured, rel=1e-3, abs=64)
+    predicted, measured = (side.peak_allocated_bytes for side in (result.comparison.predicted, result.comparison.measured))
+    assert predicted == pytest.approx(measured, rel=1e-3, abs=64)
     return result
 
 
-# ---------------------------------------------------------------------- losses of a model's own
-
-
-IMAGES = {
-    "image_size": 8,
-    "patch_size": 4,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-KINDS: dict[str, tuple[Any, dict[str, Tensor]]] = {
-    "masked language model": (
-        lambda: built("bert"),
-        {"input_ids": IDS, "labels": IDS.where(IDS > 4, IGNORED)},
-    ),
-    "token classification": (
-        lambda: built("bert", "token_classification", num_labels=3),
-        {"input_ids": IDS, "labels": (IDS % 3).where(IDS != 3, IGNORED)},
-    ),
-    "sequence classification": (
-        lambda: built("llama", "sequence_classification"),
-        {"input_ids": IDS, "labels": torch.tensor([0, 1, 1, 0])},
-    ),
-    "image classification": (
-        lambda: source({"model_type": "vit", **IMAGES}, task="image_classification").build(),
-        {"pixel_values": torch.linspace(-1, 1, 4 * 3 * 64).view(4, 3, 8, 8), "labels": torch.tensor([0, 1, 1, 0])},
-    ),
-    "tied weights": (
-        lambda: built("llama", tie_word_embeddings=True),
-        {"input_ids": IDS, "labels": IDS.where(IDS != 8, IGNORED)},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_of_two_micro_batches_is_that_of_all_rows(kind: str) -> None:
-    make, columns = KINDS[kind]
-    model = make()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    with torch.no_grad():
-        expected = copy.deepcopy(model).eval()(**columns).loss
-    check(model, rows_of(**columns), expected)
+# ---------------------------------------------------------------------- rows that are computed together
 
 
 def test_a_mixture_that_balances_its_experts_is_planned_with_the_whole_batch() -> None:
