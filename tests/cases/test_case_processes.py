@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases.fixtures import ConstGrad, column, factors, run, tiny_llama, tokens, trainer, two_processes
+from cases.fixtures import ConstGrad, column, factors, in_order, run, tiny_llama, tokens, trainer, two_processes
 from torch import Tensor, nn
 
 from memtrain import Trainer, machine
@@ -101,6 +101,49 @@ def test_adapters_train_in_two_processes_with_recomputation(found: tuple[Found, 
     assert first["moved"] == 4
     assert first["losses"] == second["losses"]
     assert len(first["losses"]) == 2
+
+
+# ---------------------------------------------------------------------- dst-01, dst-02
+
+
+class Three(nn.Module):
+    """Three weights of 0 and one that is frozen, one of them under two names; the gradient of a row is the row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        self.again = self.w
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x * self.frozen).sum(-1).mean()
+
+
+def clipped(_: Path) -> dict[str, Any]:
+    rows = in_order([{"x": torch.tensor(row)} for row in ([6.0, 0.0, 12.0], [0.0, 8.0, 12.0])], 2)
+    result, made = run(Three(), rows, plan=BOTH, micro_batch_size=1, global_batch_size=2, steps=1, max_grad_norm=1.0)
+    return {"norms": column(result, "grad_norm"), "w": made.model.get_parameter("w").tolist()}
+
+
+def test_the_norm_that_clips_is_that_of_the_whole_gradient_in_all_processes(found: tuple[Found, Path]) -> None:
+    """dst-01: a row with 6 in one process and one with 8 in the other, both with 12; alone they would be 13.4 and 14.4."""
+    for said in found[0]["clipped"]:
+        assert said["norms"] == pytest.approx([13.0], rel=1e-6)
+        assert said["w"] == pytest.approx([-3 / 13, -4 / 13, -12 / 13], rel=1e-5)
+
+
+def uneven(_: Path) -> dict[str, Any]:
+    # Five micro-batches for the first process and four for the second, two to a step, and a last step of one row.
+    rows = in_order(factors(1, 3, 1, 3, 1, 3, 1, 3, 1), 4)
+    result, made = run(ConstGrad(), rows, plan=BOTH, micro_batch_size=1, global_batch_size=4, epochs=1)
+    return {"losses": column(result, "loss"), "w": made.model.get_parameter("w").item()}
+
+
+def test_processes_with_unequal_numbers_of_micro_batches_make_the_same_updates(found: tuple[Found, Path]) -> None:
+    """dst-02: w is 0, -2, -4 and -5, and the loss of a step w times the mean of its rows."""
+    for said in found[0]["uneven"]:
+        assert said["losses"] == pytest.approx([0.0, -4.0, -4.0], abs=1e-6)
+        assert said["w"] == pytest.approx(-5.0, abs=1e-6)
 
 
 # ---------------------------------------------------------------------- ckp-04, ckp-06
@@ -241,6 +284,8 @@ def test_a_signal_to_one_process_ends_both_after_the_same_step_and_they_go_on_bi
 RUNS = {
     "schedule": schedule,
     "recomputed": recomputed,
+    "clipped": clipped,
+    "uneven": uneven,
     "saved": saved,
     "failed": failed,
     "asked": asked,
