@@ -87,7 +87,8 @@ def test_bytes_print_with_three_or_four_digits(number: int, text: str) -> None:
 
 @given(number=st.integers(1, 2**60))
 def test_printed_bytes_read_back_within_half_a_percent(number: int) -> None:
-    assert abs(parse_bytes(format_bytes(number)) - number) <= number / 200
+    # A part of a byte is cut off.
+    assert abs(parse_bytes(format_bytes(number)) - number) <= number / 200 + 1
 
 
 @given(number=st.integers(0, 2**60))
