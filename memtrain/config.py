@@ -30,6 +30,7 @@ from memtrain.plan import POLICIES, Plan, parse_policy
 from memtrain.require import require
 from memtrain.schema import ALTERNATIVES, SOURCES, TASKS
 from memtrain.settings import DataSettings, ModelSettings, Settings, TokenizerSettings
+from memtrain.trackers import check_trackers
 from memtrain.units import parse_bytes
 
 CONFIGS = facts("configs")
@@ -112,11 +113,12 @@ def settings(cfg: DictConfig) -> Settings:
 
 
 def check_folders(read: Settings) -> None:
-    """Refuse a run folder that is used and files that are not there, before anything heavy is loaded.
+    """Refuse a run folder that is used, and files and trackers that are not there, before anything heavy is loaded.
 
     Raises:
-        ValueError: with the path.
+        ValueError: with the path, or the tracker.
     """
+    check_trackers(read.trackers, has_folder=True)
     RunFolder(read.run_dir, goes_on=read.mode == "train" and read.resume != "never")
     require(
         read.resume in ("auto", "never") or Path(read.resume).expanduser().is_dir(),

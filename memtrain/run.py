@@ -302,18 +302,21 @@ def _optimizer(job: Job, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
             return muon(model, **rule)
 
 
+def _check_whole(plan: Plan, job: Job, does: str) -> None:
+    """Refuse to cut a batch whose rows a model does something over."""
+    if plan.ranks > 1:
+        raise PlanRefused(f"{does} the rows that a process has, which is another thing: train in one process.")
+    if plan.micro_batch_size != job.global_batch_size:
+        raise PlanRefused(
+            f"{does} the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else than the batch of "
+            f"{job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
+        )
+
+
 def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
     """Refuse what would change the numbers of this model (rule 2), and what cannot be simulated."""
     if (tied := ties_rows(model)) is not None:
-        if plan.ranks > 1:
-            raise PlanRefused(
-                f"{type(model).__name__} {tied} the rows that a process has, which is another thing: train in one process."
-            )
-        if plan.micro_batch_size != job.global_batch_size:
-            raise PlanRefused(
-                f"{type(model).__name__} {tied} the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something "
-                f"else than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
-            )
+        _check_whole(plan, job, f"{type(model).__name__} {tied}")
     rests = _rests(model)
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -326,15 +329,7 @@ def _check_model(plan: Plan, job: Job, model: nn.Module) -> None:
         # The class that all of torch's batch norms share.
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or (module in rests and module.track_running_stats):
             continue
-        if plan.ranks > 1:
-            raise PlanRefused(
-                f"{path} normalises over the rows that a process has, which is another thing: train in one process."
-            )
-        if plan.micro_batch_size != job.global_batch_size:
-            raise PlanRefused(
-                f"{path} normalises over the micro-batch, so micro_batch_size {plan.micro_batch_size} would train something else "
-                f"than the batch of {job.global_batch_size} rows: set micro_batch_size to {job.global_batch_size}."
-            )
+        _check_whole(plan, job, f"{path} normalises over")
         if isinstance(job.precision, AutocastFp16) and module.track_running_stats:
             raise PlanRefused(
                 f"{path} counts each forward in its running statistics, and a step that overflows in fp16 is taken again: "

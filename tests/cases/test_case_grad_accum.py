@@ -17,7 +17,7 @@ from cases.fixtures import (
     run,
     weights,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtrain.data.rows import IGNORED
 from memtrain.job import Job, Linear, Sgd
@@ -63,6 +63,26 @@ def test_short_rows_weigh_by_the_labels_that_they_count_after_the_shift() -> Non
     long, short = labelled(0, 1, 1, 1, 1), labelled(0, 2, IGNORED, IGNORED, IGNORED)
     _, made = run(BiasLM(), [long, short], micro_batch_size=1, global_batch_size=2, steps=1)
     # b moves by -(0.25 - 4/5 onehot(1) - 1/5 onehot(2)).
+    assert weights(made)["b"].tolist() == pytest.approx([-0.25, 0.55, -0.05, -0.25], abs=1e-6)
+
+
+class ShiftsItself(nn.Module):
+    """BiasLM as people write it, of which nothing says that it shifts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.b.expand(*input_ids.shape, 4)[:, :-1]
+        return nn.functional.cross_entropy(logits.reshape(-1, 4), labels[:, 1:].reshape(-1), ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_a_module_that_shifts_its_labels_itself_needs_a_first_label_that_does_not_count(micro_batch_size: int) -> None:
+    """ga-03: then four and one are counted, and micro-batches of one row train what one of both does."""
+    rows = [labelled(IGNORED, 1, 1, 1, 1), labelled(IGNORED, 2, IGNORED, IGNORED, IGNORED)]
+    _, made = run(ShiftsItself(), rows, micro_batch_size=micro_batch_size, global_batch_size=2, steps=1)
     assert weights(made)["b"].tolist() == pytest.approx([-0.25, 0.55, -0.05, -0.25], abs=1e-6)
 
 

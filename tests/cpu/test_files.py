@@ -278,7 +278,7 @@ def test_arrow_files_give_rows_without_the_keys_that_arrow_fills_in(folder: Path
     table = pyarrow.Table.from_pylist(CHATS)
     if "parquet" in name:
         parquet.write_table(table, "a.parquet")
-        Path("a.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes()))
+        Path("a.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes(), mtime=0))
     else:
         writer = pyarrow.ipc.new_stream if name == "stream.arrow" else pyarrow.ipc.new_file
         with writer(name, table.schema) as file:

@@ -302,7 +302,7 @@ def test_a_table_without_a_header_is_refused(
 
 def test_a_text_file_is_one_record_as_it_stands(tmp_path: Path) -> None:
     assert values(write(tmp_path, "a.txt", b"\xef\xbb\xbfone\r\ntwo\xe2\x82\xac\n")) == [{"text": "one\r\ntwo€\n"}]
-    assert values(write(tmp_path, "a.md.gz", gzip.compress(b"one"))) == [{"text": "one"}]
+    assert values(write(tmp_path, "a.md.gz", gzip.compress(b"one", mtime=0))) == [{"text": "one"}]
 
 
 @pytest.mark.parametrize(
@@ -325,11 +325,14 @@ def test_a_text_file_without_text_is_a_bad_row(tmp_path: Path, content: bytes, r
 def test_gzip_changes_nothing(tmp_path: Path, name: str) -> None:
     lines = b'{"a":1}\n{"a":2}'
     # Two members, as cat makes them.
-    assert values(write(tmp_path, f"{name}.gz", gzip.compress(lines[:8]) + gzip.compress(lines[8:]))) == [{"a": 1}, {"a": 2}]
+    assert values(write(tmp_path, f"{name}.gz", gzip.compress(lines[:8], mtime=0) + gzip.compress(lines[8:], mtime=0))) == [
+        {"a": 1},
+        {"a": 2},
+    ]
 
 
 def test_a_compressed_file_that_breaks_off_is_refused_after_its_rows(tmp_path: Path) -> None:
-    read = read_records(write(tmp_path, "a.jsonl.gz", gzip.compress(b'{"a":1}\n' * 3)[:-8]), "the training rows")
+    read = read_records(write(tmp_path, "a.jsonl.gz", gzip.compress(b'{"a":1}\n' * 3, mtime=0)[:-8]), "the training rows")
     assert [next(read).origin.number for _ in range(3)] == [1, 2, 3]
     with pytest.raises(
         ValueError, match=r"a\.jsonl\.gz cannot be unpacked beyond row 3 \(Compressed file ended .*\): download"
@@ -341,7 +344,7 @@ def test_a_compressed_file_that_breaks_off_is_refused_after_its_rows(tmp_path: P
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", r"a\.jsonl is empty, and training needs rows: fill it or leave it out\."),
-        ("a.csv.gz", gzip.compress(b""), r"a\.csv\.gz is empty, and training needs rows"),
+        ("a.csv.gz", gzip.compress(b"", mtime=0), r"a\.csv\.gz is empty, and training needs rows"),
         ("a.jsonl", b"\n\r\n", r"a\.jsonl has no rows, and training needs 1 or more"),
         (
             "a.jsonl.gz",
@@ -350,7 +353,7 @@ def test_a_compressed_file_that_breaks_off_is_refused_after_its_rows(tmp_path: P
         ),
         (
             "a.jsonl",
-            gzip.compress(b"{}"),
+            gzip.compress(b"{}", mtime=0),
             r"a\.jsonl is a gzip file by its first bytes, and JSON Lines by its name: name it \.gz\.",
         ),
         ("a.csv", b"PK\x03\x04", r"a\.csv is a zip file by its first bytes, and CSV by its name: unpack it\."),
@@ -369,7 +372,7 @@ def test_a_compressed_file_that_breaks_off_is_refused_after_its_rows(tmp_path: P
         ("a.csv", "a,b\n".encode("utf-16-le"), r"is UTF-16 \(it begins with the bytes 61 00\)"),
         ("a.txt", "ab".encode("utf-16-be"), r"is UTF-16 \(it begins with the bytes 00 61\), .* \(iconv -f UTF-16 -t UTF-8\)\."),
         ("a.jsonl", "{}".encode("utf-32"), r"is UTF-32 \(it begins with the bytes FF FE\)"),
-        ("a.jsonl.gz", gzip.compress("{}".encode("utf-16")), r"a\.jsonl\.gz, line 1, is UTF-16"),
+        ("a.jsonl.gz", gzip.compress("{}".encode("utf-16"), mtime=0), r"a\.jsonl\.gz, line 1, is UTF-16"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -264,8 +264,8 @@ ROWS = [{"text": f"row {number}"} for number in range(3)]
 WRITTEN = {
     "a.parquet": _arrow("parquet")(ROWS),
     "a.arrow": _arrow("arrow")(ROWS),
-    "a.jsonl.gz": gzip.compress(_lines(ROWS)),
-    "a.csv.gz": gzip.compress(written([["text"], *([row["text"]] for row in ROWS)])),
+    "a.jsonl.gz": gzip.compress(_lines(ROWS), mtime=0),
+    "a.csv.gz": gzip.compress(written([["text"], *([row["text"]] for row in ROWS)]), mtime=0),
 }
 
 

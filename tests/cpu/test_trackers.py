@@ -17,7 +17,7 @@ from torch import nn
 from memtrain import Trainer
 from memtrain.callbacks import Record
 from memtrain.command_line import compose_jobs
-from memtrain.config import settings
+from memtrain.config import check_folders, settings
 from memtrain.metrics import RunFolder
 from memtrain.trackers import Tracking, check_trackers
 
@@ -204,6 +204,9 @@ def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
 def test_a_recipe_names_trackers() -> None:
     (cfg,) = compose_jobs(["trackers=[wandb,mlflow]"], multirun=False)
     assert settings(cfg).trackers == ("wandb", "mlflow")
+    (cfg,) = compose_jobs(["trackers=[wandbb]"], multirun=False)
+    with pytest.raises(ValueError, match=r"^trackers is 'wandbb', and it must be of tensorboard, wandb, mlflow\.$"):
+        check_folders(settings(cfg))
 
 
 def test_a_table_of_all_columns_is_written_as_well_and_survives_a_stop(tmp_path: Path) -> None:
