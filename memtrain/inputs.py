@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class Reader:
         if not names_files(data):
             first, data = _peeked(data)
             if isinstance(first, dict) and any(isinstance(value, torch.Tensor) for value in first.values()):
-                return self._tensors(data, what, first)
+                return self._tensors(data, what, first, enough)
         stream = not names_files(data) and not hasattr(data, "__len__")
-        return self.of_records(read_records(data, what), what, enough if stream and not self._options.packing else None)
+        return self.of_records(read_records(data, what), what, enough if stream else None)
 
     def of_records(self, records: Iterable[Record | BadRow], what: str, enough: int | None = None) -> RowSet:
         """The rows of records; plain text stands end to end, unless short rows are packed."""
@@ -116,7 +116,11 @@ class Reader:
             label2id=_config(self._model, "label2id"),
             num_labels=_config(self._model, "num_labels"),
         )
-        store = RaggedRows.of(encoder.encode_all(records, reading, enough=enough))
+        if self._options.packing and enough is not None:
+            # As many tokens as fill the packs make at least as many packs.
+            store = RaggedRows.of(encoder.encode_all(records, reading, enough_tokens=enough * length))
+        else:
+            store = RaggedRows.of(encoder.encode_all(records, reading, enough=enough))
         _check_positions({"input_ids": torch.empty(store.longest["input_ids"] or 0)}, self._model)
         self.readings[what], self.stores[what] = reading, store
         self.said += reading.lines()
@@ -132,9 +136,9 @@ class Reader:
         _check_positions(rows[0], self._model)
         return alike(rows, what)
 
-    def _tensors(self, data: Any, what: str, first: Row) -> RowSet:
+    def _tensors(self, data: Any, what: str, first: Row, enough: int | None) -> RowSet:
         by_number = isinstance(data, Rows) and not isinstance(data, IterableDataset)
-        rows = data if by_number else list(data)
+        rows = data if by_number else list(islice(data, enough))
         found = tensors(rows, what, pad_token_id=self._padding() if self._tokenizer else None, mask=self._masks())
         _check_positions(first, self._model)
         return found

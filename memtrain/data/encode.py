@@ -94,6 +94,10 @@ class Reading:
             self.tokens += len(ids)
             self.learnt += example.learnt
 
+    def has(self, examples: int | None, tokens: int | None) -> bool:
+        """Whether as many examples or tokens are there; None for no number of them."""
+        return (examples is not None and self.examples >= examples) or (tokens is not None and self.tokens >= tokens)
+
     def layouts(self) -> list[str]:
         """What was found of the columns, in sentences; sources that are alike share one."""
         alike: dict[tuple[object, ...], list[_Source]] = {}
@@ -203,13 +207,18 @@ class Encoder:
         return outcome
 
     def encode_all(
-        self, records: Iterable[Record | BadRow], reading: Reading, *, enough: int | None = None
+        self,
+        records: Iterable[Record | BadRow],
+        reading: Reading,
+        *,
+        enough: int | None = None,
+        enough_tokens: int | None = None,
     ) -> Iterator[Mapping[str, list[int] | int | float]]:
         """The columns of the examples of all records.
 
         Args:
             reading: counts what is read.
-            enough: examples after which reading ends.
+            enough, enough_tokens: examples, and tokens of all of them, after which reading ends.
 
         Raises:
             ValueError: when all is read, that rows cannot be used, or that none is left; at once, that a source cannot be.
@@ -222,7 +231,7 @@ class Encoder:
                 reading.count(outcome)
                 yield from (example.columns for example in outcome)
             stops = reading.bad and self._options.on_bad_row == "stop" and reading.read >= _ROWS_TO_LOOK_AT
-            if stops or (enough is not None and reading.examples >= enough):
+            if stops or reading.has(enough, enough_tokens):
                 break
         reading.check(self._options.on_bad_row)
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases.fixtures import ConstGrad, column, factors, run, trainer, weights
+from cases.fixtures import ConstGrad, column, factors, run, tiny_llama, trainer, weights
 from torch import Tensor, nn
 from toys import BYTES
 
 from memtrain import Trainer
 from memtrain.data.batches import StepBatches, evaluation_batches
 from memtrain.data.loading import step_batches
+from memtrain.data.options import DataOptions
 from memtrain.data.rows import IGNORED
 from memtrain.data.rowset import alike
+from memtrain.inputs import Reader
 
 # ---------------------------------------------------------------------- dl-01
 
@@ -74,6 +76,33 @@ def test_a_stream_is_read_once_and_then_goes_by_number() -> None:
     result, _ = run(ConstGrad(), stream(), micro_batch_size=1, global_batch_size=2, epochs=2, workers=2)
     assert asked == list(range(10))
     assert len(column(result, "loss")) == 10
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_of_a_stream_without_an_end_as_much_is_read_as_the_run_takes(packing: bool) -> None:
+    """dl-03: also where rows are packed, when as many tokens are read as fill the packs."""
+    asked: list[int] = []
+
+    def stream() -> Any:
+        while True:
+            asked.append(len(asked))
+            yield {"text": "a" * (1 + len(asked) % 13)}
+
+    reader = Reader(tiny_llama(vocab_size=264), BYTES, DataOptions(sequence_length=16, packing=packing))
+    rows = reader.read(stream(), "data", 40)
+    assert len(rows) >= 40
+    assert len(asked) <= 1000
+
+
+def test_of_a_stream_of_tensors_as_well() -> None:
+    """dl-03."""
+
+    def stream() -> Any:
+        while True:
+            yield {"x": torch.ones(())}
+
+    result, _ = run(ConstGrad(), stream(), micro_batch_size=1, global_batch_size=2, steps=3)
+    assert len(column(result, "loss")) == 3
 
 
 # ---------------------------------------------------------------------- ga-04
