@@ -122,7 +122,7 @@ def show_rows(settings: Settings, device: Device, console: Console, config_yaml:
             lengths,
             int(lengths.sum()) if reading is None else reading.learnt,
             given,
-            sequence_length=given.shapes["input_ids"][0][0],
+            sequence_length=given.shapes["input_ids"][0][0] if reading is None else reading.sequence_length,
             micro_batch_size=micro_batch_size,
             global_batch_size=settings.global_batch_size,
             drop_last=data.drop_last,

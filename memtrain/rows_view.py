@@ -36,9 +36,11 @@ def rows_view(name: str, found: Summary, said: Sequence[str], speed: str, *, mic
         ),
         ("lengths", Group(Text(_lengths(found)), Text(), _bars(found)) if len(found.histogram) > 1 else Text(_lengths(found))),
     ]
-    if micro_batch_size is not None and found.shortest < found.longest:
+    if micro_batch_size is not None and found.is_packed:
+        rows.append(("packing", Text(f"{found.rows:,} rows stand in {found.packs:,}, {_filled(found)}")))
+    elif micro_batch_size is not None and found.shortest < found.longest:
         rows.append(("padding", Text(f"{_padding(found)}, in micro-batches of {micro_batch_size}")))
-        rows.append(("packing", Text(_packing(found))))
+        rows.append(("packing", Text(f"with packing {found.rows:,} rows would stand in {found.packs:,}, {_filled(found)}")))
     if micro_batch_size is not None:
         rows.append(("epoch", Text(f"{found.steps:,} step{'s' * (found.steps != 1)}. {speed}")))
     view = Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
@@ -80,8 +82,8 @@ def _padding(found: Summary) -> str:
     return f"{sentence}; with group_by_length {grouped:.1f} %" if now - grouped >= 0.1 else sentence
 
 
-def _packing(found: Summary) -> str:
-    return f"with packing {found.rows:,} rows become {found.packs:,}, {100 * found.packed:.1f} % filled"
+def _filled(found: Summary) -> str:
+    return f"{100 * found.filled:.1f} % filled"
 
 
 def speed_sentence(steps: int, step_seconds: float, device: str) -> str:

@@ -45,7 +45,9 @@ class Labels:
         if number is None:
             names = ", ".join(list(self.numbers)[:10])
             known = f"the model's are named {names}" if names else "the model's have no names"
-            raise RowRefused(f"has {shown(value)} for its {what}, and {known}: give numbers, or the model's label2id")
+            raise RowRefused(
+                f"has {shown(value)} for its {what}, and {known}: give numbers, or name them in the model's label2id (model.settings.label2id)"
+            )
         if self.count == 1 or (self.count is None and isinstance(number, float)):
             if not abs(number) <= _MOST:
                 raise RowRefused(f"has {shown(value)} for its {what}, and a finite number is needed")

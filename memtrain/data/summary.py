@@ -38,7 +38,8 @@ class Summary:
         histogram: of the lengths; one bar where all are as long.
         padding: the share of what is computed that is padding, by the way in which rows are put together: ``"by_step"``, each
             step's rows sorted by length, or ``"grouped"``, as with group_by_length.
-        packs: rows that would be left if short ones were packed, and packed: the share of them that is no padding.
+        packs: rows that are left if short ones are packed, filled: the share of them that is no padding, and is_packed: whether
+            they are.
         steps: optimizer steps in an epoch.
     """
 
@@ -54,7 +55,8 @@ class Summary:
     histogram: tuple[Bar, ...]
     padding: Mapping[str, float]
     packs: int
-    packed: float
+    filled: float
+    is_packed: bool
     steps: int
 
 
@@ -99,7 +101,8 @@ def summary(
             for name in ("by_step", "grouped")
         },
         packs=round(len(packs) * len(lengths) / len(some)),
-        packed=filled,
+        filled=filled,
+        is_packed=rows.packed,
         steps=order.steps_per_epoch,
     )
 

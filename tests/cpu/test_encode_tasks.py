@@ -250,9 +250,13 @@ def test_tokens_may_come_with_a_label() -> None:
         (
             "good",
             {"label2id": NAMES},
-            "has 'good' for its label, and the model's are named NEG, POS: give numbers, or the model's label2id",
+            "has 'good' for its label, and the model's are named NEG, POS: give numbers, or name them in the model's label2id (model.settings.label2id)",
         ),
-        ("good", {}, "has 'good' for its label, and the model's have no names: give numbers, or the model's label2id"),
+        (
+            "good",
+            {},
+            "has 'good' for its label, and the model's have no names: give numbers, or name them in the model's label2id (model.settings.label2id)",
+        ),
         (None, {}, "has null for 'label', and a label is needed"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_the_numbers_of_a_few_rows() -> None:
     assert (seen.rows, seen.tokens, seen.learnt, seen.steps) == (6, 48, 40, 3)
     assert (seen.shortest, seen.median, seen.mean, seen.at_90, seen.at_99, seen.longest) == (2, 6.0, 8.0, 16, 16, 16)
     # 16; 14 + 2; 8 + 4 + 4.
-    assert (seen.packs, seen.packed) == (3, 1.0)
+    assert (seen.packs, seen.filled, seen.is_packed) == (3, 1.0, False)
     # Alone, rows are filled up to a multiple of 8: 8, 16, 8, 16, 8 and 8 for 48 tokens.
     assert seen.padding == {"by_step": 1 - 48 / 64, "grouped": 1 - 48 / 64}
     # By length: 16 and 14, 8 and 4, 4 and 2, each pair as long as the longer.
@@ -77,10 +78,12 @@ def test_the_view_says_what_the_rows_are_like(width: int) -> None:
     words = " ".join(text.split())
     assert words.startswith("data read more lengths 2 to 16 tokens, median 6, mean 8; 90 % have up to 16, 99 % up to 16")
     assert (
-        "25.0 % of what is computed is padding, in micro-batches of 1 packing with packing 6 rows become 3, 100.0 % filled"
+        "25.0 % of what is computed is padding, in micro-batches of 1 packing with packing 6 rows would stand in 3, 100.0 % filled"
         in words
     )
     assert words.endswith("epoch 3 steps. Fast.")
+    packed = printed(rows_view("data", dataclasses.replace(found(), is_packed=True), [], "", micro_batch_size=1), width)
+    assert "packing 6 rows stand in 3, 100.0 % filled epoch" in " ".join(packed.split())
     others = printed(rows_view("eval_data", found([5, 5]), [], "", micro_batch_size=None), width)
     assert others.split() == ["eval_data", "2", "rows,", "10", "tokens,", "40", "learnt.", "lengths", "5", "tokens", "each"]
 
