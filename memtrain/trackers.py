@@ -88,7 +88,7 @@ class Tracking:
         """Send what is left, and end."""
         if self._thread is None:
             return
-        self._work.put(lambda: self._each(lambda _, tracker: tracker.finish()))
+        self._work.put(lambda: self._each(lambda tracker: tracker.finish()))
         self._work.put(None)
         self._thread.join(_PATIENCE_SECONDS)
         if self._thread.is_alive():
@@ -97,15 +97,16 @@ class Tracking:
     def _begin(self, step: int) -> None:
         self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
         self._thread.start()
-        failed: list[ValueError] = []
+        failed: list[BaseException] = []
         begun = threading.Event()
 
         def begin() -> None:
             try:
                 self._start(step)
-            except ValueError as error:
+            except BaseException as error:
                 failed.append(error)
-            begun.set()
+            finally:
+                begun.set()
 
         self._work.put(begin)
         begun.wait()
@@ -143,12 +144,12 @@ class Tracking:
         return known
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        self._each(lambda _, tracker: tracker.log(metrics, step=step))
+        self._each(lambda tracker: tracker.log(metrics, step=step))
 
-    def _each(self, work: Callable[[str, Any], object]) -> None:
+    def _each(self, work: Callable[[Any], object]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                work(name, tracker)
+                work(tracker)
             except Exception as error:
                 del self._trackers[name]
                 self._tell(

@@ -23,6 +23,7 @@ from memtrain.hf.fields import check_fields
 from memtrain.hf.rows import align_tokens_, rows_from_hf, rows_in
 from memtrain.job import AdamW, Constant, Cosine, Linear, Lion, Optimizer, Schedule, Sgd
 from memtrain.precision import AutocastBf16, AutocastFp16, Bf16, Fp32, Precision
+from memtrain.trackers import PACKAGES
 
 # The optimizer's state in the plan, where transformers' name of the optimizer says it.
 _STATES: Final[Mapping[str, str | None]] = {
@@ -98,7 +99,7 @@ def arguments_from_hf(
     found |= {"seed": args.seed, "drop_last": args.dataloader_drop_last, "workers": args.dataloader_num_workers}
     found |= {
         "max_grad_norm": args.max_grad_norm or None,
-        "trackers": tuple(one for one in args.report_to if one != "kubeflow"),
+        "trackers": _trackers(args, said),
     }
     found["global_batch_size"] = settings.get("global_batch_size") or _global_batch_size(args, said)
     if args.dataloader_drop_last:
@@ -217,6 +218,13 @@ def _global_batch_size(args: Any, said: list[str]) -> int:
     size: int = math.prod(parts.values())
     said.append(f"A step has {size} row{'s' * (size != 1)} ({shown}); the plan says how many are computed at once.")
     return size
+
+
+def _trackers(args: Any, said: list[str]) -> tuple[str, ...]:
+    others = [one for one in args.report_to if one not in PACKAGES]
+    if others:
+        said.append(f"report_to has {', '.join(others)}, to which memtrain logs nothing: it has {', '.join(PACKAGES)}.")
+    return tuple(one for one in args.report_to if one in PACKAGES)
 
 
 def _groups(args: Any) -> bool:

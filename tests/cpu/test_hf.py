@@ -141,6 +141,9 @@ def test_the_defaults_of_transformers_are_taken_over() -> None:
     assert found["schedule"] == Linear()
     assert found["precision"] == Fp32()
     assert (found["steps"], found["epochs"], found["global_batch_size"], found["seed"]) == (None, 3.0, 8, 42)
+    given = {"report_to": ["tensorboard", "comet_ml"]}
+    assert settings(**given)["trackers"] == ("tensorboard",)
+    assert "report_to has comet_ml, to which memtrain logs nothing: it has tensorboard, wandb, mlflow." in said(**given)
     assert (found["max_grad_norm"], found["drop_last"], found["workers"], found["trackers"]) == (1.0, False, 0, ())
     assert (found["evaluate_every"], found["checkpoint_every"], found["run_dir"]) == (None, 500, "out")
     assert found["device"] == machine.cpu()
