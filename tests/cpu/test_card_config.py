@@ -145,10 +145,10 @@ def test_the_recipe_for_24_gb_says_all_but_the_text() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("device=rtx_4080", "device 'rtx_4080' is not described: the nearest are rtx_4090, rtx_4060; describe a card in the"),
+        ("device=rtx_3080", "device 'rtx_3080' is not described: the nearest are rtx_4080, rtx_3090; describe a card in the"),
         (
             "device=null",
-            "device is null, and it must be one of a100_40gb, a100_80gb, a10g, auto, cpu, h100, h200, l4, rtx_3060, rtx_3070, rtx_3090",
+            "device is null, and it must be one of a100_40gb, a100_80gb, a10g, auto, b200, cpu, gh200, h100, h200, l4, l40s, rtx_3060, rtx_3070",
         ),
         ("device.kind=tpu", "device cpu: kind is 'tpu', and it must be one of cpu, cuda."),
         ("device.usable_bytes=1GiB", "device cpu is of kind cpu, which has no key 'usable_bytes': it has name, threads, flops"),
@@ -183,7 +183,7 @@ def test_a_recipe_that_names_an_unknown_device_is_told_the_nearest(mine: Path, c
     (mine / "mine.yaml").write_text(yaml.safe_dump({**yaml.safe_load(MY_CARD), "device": "rtx_3080"}))
     assert main(["recipe=mine.yaml"]) == 2
     assert capsys.readouterr().err.startswith(
-        "memtrain: device 'rtx_3080' is not described: the nearest are rtx_3090, rtx_3070;"
+        "memtrain: device 'rtx_3080' is not described: the nearest are rtx_4080, rtx_3090;"
     )
 
 
