@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import DefaultDeviceType
 
 aten = torch.ops.aten
 
@@ -267,6 +268,10 @@ def emulated(kind: str) -> Iterator[None]:
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     before = (_policies, enabled(_DRIVER), dtype_of(_DRIVER), _is_enabled(kind))
+    # Where a recomputed module gets its tensors by name, torch takes the autocast of the accelerator that the machine has.
+    default = DefaultDeviceType.get_device_type()
+    if kind != "cpu":
+        DefaultDeviceType.set_device_type(kind)
     _policies = POLICIES[kind]
     torch.set_autocast_dtype(_DRIVER, dtype_of(kind))
     torch.set_autocast_enabled(_DRIVER, enabled(kind))
@@ -279,6 +284,7 @@ def emulated(kind: str) -> Iterator[None]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+        DefaultDeviceType.set_device_type(default)
         _policies = before[0]
         torch.set_autocast_enabled(_DRIVER, before[1])
         torch.set_autocast_dtype(_DRIVER, before[2])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 from toys import CASES, batch
 
 from memtrain.device import Cpu, Cuda
@@ -218,11 +218,14 @@ def test_torch_answers_as_on_a_card_inside_and_as_before_outside() -> None:
             torch.amp.is_autocast_available("meta"),
             torch.is_autocast_enabled("hpu"),
             torch.get_autocast_dtype("hpu"),
+            DefaultDeviceType.get_device_type(),
         ]
 
     before = answers()
     with kernels_of(card()):
         assert answers()[:4] == [False, False, torch.float16, True]
+        # By which recomputation takes the autocast of a forward whose tensors came by name.
+        assert answers()[-1] == "cuda"
         with torch.autocast("cuda"):
             assert answers()[:4] == [True, True, torch.float16, True]
             with torch.autocast("meta", dtype=HALF):
@@ -232,7 +235,7 @@ def test_torch_answers_as_on_a_card_inside_and_as_before_outside() -> None:
                 with torch.autocast("cpu", dtype=HALF):
                     assert answers()[:3] == [True, True, HALF]
             assert answers()[:3] == [True, True, torch.float16]
-    assert answers() == before == [False, False, torch.float16, False, False, HALF]
+    assert answers() == before == [False, False, torch.float16, False, False, HALF, "cpu"]
 
 
 def test_everything_is_undone_when_the_inside_fails() -> None:

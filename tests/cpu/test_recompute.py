@@ -16,10 +16,12 @@ from toys import CASES
 from memtrain.check import PlanRefused
 from memtrain.features.recompute import WritesInPlace, recompute_blocks_, recompute_first_, recompute_selectively_
 from memtrain.job import Job
+from memtrain.memory.timeline import MemoryTimeline
 from memtrain.models.blocks import Part, blocks, parts
 from memtrain.models.build import source
-from memtrain.plan import Plan, Recompute, RecomputeSelective
+from memtrain.plan import Activations, Keep, Plan, Recompute, RecomputeAttention, RecomputeMlp, RecomputeSelective
 from memtrain.planner.predict import Predictor
+from memtrain.precision import AutocastBf16
 from memtrain.trace.event import Phase
 from memtrain.trace.simulate import dataless_model, simulate
 
@@ -329,3 +331,19 @@ def test_adapters_in_recomputed_blocks_get_their_gradients_though_nothing_before
     for again, before in zip(gradients(), plain, strict=True):
         assert (again is None) == (before is None)
         assert again is None or before is None or torch.equal(again, before)
+
+
+# ---------------------------------------------------------------------------------------------- on a card
+
+
+@pytest.mark.parametrize("activations", [Recompute(), RecomputeSelective(), RecomputeAttention(), RecomputeMlp()], ids=str)
+def test_what_is_recomputed_under_the_autocast_of_a_card_saves_the_same_tensors(activations: Activations) -> None:
+    """Transformers gives attention its tensors by name, and torch looks for their device among the others."""
+    job = Job(model="toy", global_batch_size=1, steps=2, precision=AutocastBf16())
+    rows = dict.fromkeys(("input_ids", "labels"), ((16,), torch.int64))
+    made = source({"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2})
+    kept, again = (
+        MemoryTimeline(simulate(job, Plan(micro_batch_size=1, activations=one), made, rows, CARD))
+        for one in (Keep(), activations)
+    )
+    assert again.peak_bytes < kept.peak_bytes
