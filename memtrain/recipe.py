@@ -14,7 +14,8 @@ from memtrain import machine
 from memtrain.callbacks import EarlyStopping
 from memtrain.config import check_text, names_text
 from memtrain.data.rows import Rows
-from memtrain.data.summary import chosen_examples, summary
+from memtrain.data.summary import chosen_examples, counted_lengths, summary
+from memtrain.data.task import Task
 from memtrain.device import Device
 from memtrain.inputs import check_length
 from memtrain.job import Budget, Job
@@ -116,11 +117,11 @@ def show_rows(settings: Settings, device: Device, console: Console, config_yaml:
         if given is None:
             continue
         reading, store = rows.reader.readings.get(name), rows.reader.stores.get(name)
-        lengths = given.lengths if store is None else store.lengths
-        assert lengths is not None
+        # Of text that stands end to end, the last row may be filled up.
+        lengths = store.lengths if store is not None else counted_lengths(given.rows)
         found = summary(
             lengths,
-            int(lengths.sum()) if reading is None else reading.learnt,
+            int(lengths.sum()) - len(lengths) if reading is None else reading.learnt,
             given,
             sequence_length=given.shapes["input_ids"][0][0] if reading is None else reading.sequence_length,
             micro_batch_size=micro_batch_size,
@@ -131,18 +132,20 @@ def show_rows(settings: Settings, device: Device, console: Console, config_yaml:
         if choice is not None:
             speed = speed_sentence(found.steps, choice.step_seconds, device.name)
         said = [] if reading is None else reading.lines()
-        console.print(rows_view(name, found, said, speed, micro_batch_size=micro_batch_size if name == "data" else None), "")
+        size = micro_batch_size if name == "data" else None
+        console.print(rows_view(name, found, said, speed, micro_batch_size=size, grouped=data.group_by_length), "")
         written[name] = asdict(found) | ({} if reading is None else {"reading": reading.counts()})
         if name == "data":
             shown: Rows = given.rows if store is None else store
             some = [(number, shown[number]) for number in chosen_examples(lengths)]
-    console.print(examples_view(some, rows.tokenizer))
+    console.print(examples_view(some, rows.tokenizer, shifted=rows.reader.task is Task.CAUSAL_LM))
     folder.write_text("config.yaml", config_yaml)
     folder.write_json("data.json", written)
     bad = sum(reading.bad for reading in rows.reader.readings.values())
     if bad and data.options.on_bad_row == "stop":
+        which = f"{bad:,} rows cannot" if bad > 1 else "1 row cannot"
         raise ValueError(
-            f"{bad:,} rows cannot be used, and training would stop for them: mend them, or set data.on_bad_row to skip."
+            f"{which} be used, and training would stop for that: mend what is named, or set data.on_bad_row to skip."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,16 @@ _BAR_WIDTH = 30
 _SHOWN_CHARACTERS = 900
 
 
-def rows_view(name: str, found: Summary, said: Sequence[str], speed: str, *, micro_batch_size: int | None) -> RenderableType:
+def rows_view(
+    name: str, found: Summary, said: Sequence[str], speed: str, *, micro_batch_size: int | None, grouped: bool = False
+) -> RenderableType:
     """What the rows of a name are like.
 
     Args:
         said: sentences about what was read.
         speed: how long an epoch takes, or why that is not known.
         micro_batch_size: rows that are padded together; None where they are not trained on.
+        grouped: whether rows of like length are put into one step.
     """
     rows: list[tuple[str, RenderableType]] = [
         (
@@ -39,7 +43,7 @@ def rows_view(name: str, found: Summary, said: Sequence[str], speed: str, *, mic
     if micro_batch_size is not None and found.is_packed:
         rows.append(("packing", Text(f"{found.rows:,} rows stand in {found.packs:,}, {_filled(found)}")))
     elif micro_batch_size is not None and found.shortest < found.longest:
-        rows.append(("padding", Text(f"{_padding(found)}, in micro-batches of {micro_batch_size}")))
+        rows.append(("padding", Text(f"{_padding(found, grouped)}, in micro-batches of {micro_batch_size}")))
         rows.append(("packing", Text(f"with packing {found.rows:,} rows would stand in {found.packs:,}, {_filled(found)}")))
     if micro_batch_size is not None:
         rows.append(("epoch", Text(f"{found.steps:,} step{'s' * (found.steps != 1)}. {speed}")))
@@ -76,10 +80,12 @@ def _bars(found: Summary) -> Table:
     return table
 
 
-def _padding(found: Summary) -> str:
-    now, grouped = (100 * found.padding[name] for name in ("by_step", "grouped"))
-    sentence = f"{now:.1f} % of what is computed is padding"
-    return f"{sentence}; with group_by_length {grouped:.1f} %" if now - grouped >= 0.1 else sentence
+def _padding(found: Summary, is_grouped: bool) -> str:
+    by_step, grouped = (100 * found.padding[name] for name in ("by_step", "grouped"))
+    if is_grouped:
+        return f"{grouped:.1f} % of what is computed is padding, with rows grouped by length"
+    sentence = f"{by_step:.1f} % of what is computed is padding"
+    return f"{sentence}; with group_by_length {grouped:.1f} %" if by_step - grouped >= 0.1 else sentence
 
 
 def _filled(found: Summary) -> str:
@@ -91,12 +97,12 @@ def speed_sentence(steps: int, step_seconds: float, device: str) -> str:
     return f"About {format_seconds(steps * step_seconds)} at the most on {device}, as predicted."
 
 
-def examples_view(rows: Sequence[tuple[int, Row]], tokenizer: Any) -> RenderableType:
+def examples_view(rows: Sequence[tuple[int, Row]], tokenizer: Any, *, shifted: bool = True) -> RenderableType:
     """Rows as text, what is learnt of them in brackets and in colour."""
     parts: list[RenderableType] = [Text(f"What is learnt stands between {OPENS} and {CLOSES}.", style="dim")]
     for number, row in rows:
         parts += [Text(), Text(f"row {number}: {len(row['input_ids']):,} tokens{_label(row, tokenizer)}", style="bold")]
-        parts.append(_marked(row, tokenizer))
+        parts.append(_marked(row, tokenizer, shifted))
     return Group(*parts)
 
 
@@ -109,8 +115,8 @@ def _label(row: Row, tokenizer: Any) -> str:
     return f", to be written: {OPENS}{_printable(tokenizer.decode(labels[labels != IGNORED].tolist()))}{CLOSES}"
 
 
-def _marked(row: Row, tokenizer: Any) -> Text:
-    pieces = [(_printable(tokenizer.decode(ids)), counts) for ids, counts in learnt_spans(row, ignored=IGNORED)]
+def _marked(row: Row, tokenizer: Any, shifted: bool) -> Text:
+    pieces = [(_printable(tokenizer.decode(ids)), counts) for ids, counts in learnt_spans(row, shifted=shifted)]
     total = sum(len(piece) for piece, _ in pieces)
     text, at, left_out = Text(), 0, total - _SHOWN_CHARACTERS
     half = _SHOWN_CHARACTERS // 2
@@ -129,4 +135,9 @@ def _marked(row: Row, tokenizer: Any) -> Text:
 
 def _printable(text: str) -> str:
     """Text without what would move the cursor or cannot be seen, lines left as they are."""
-    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+    return "".join(one if _shows(one) else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shows(one: str) -> bool:
+    # Spaces of any width, and what joins letters or keeps them apart (ZWNJ, ZWJ), are part of how languages are written.
+    return one.isprintable() or one in "\n\u200c\u200d" or unicodedata.category(one) == "Zs"

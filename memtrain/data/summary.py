@@ -10,6 +10,7 @@ import numpy as np
 
 from memtrain.data.batches import StepBatches
 from memtrain.data.packing import best_fit_decreasing
+from memtrain.data.rows import IGNORED, Rows
 from memtrain.data.rowset import Lengths, RowSet
 
 # So many rows are laid out to see what padding and packing come to; of more, the first.
@@ -134,23 +135,32 @@ def _padding(lengths: Lengths, micro_batch_size: int, global_batch_size: int, *,
     return 1 - float(lengths.sum()) / computed
 
 
+def counted_lengths(rows: Rows) -> Lengths:
+    """The tokens of each row that are no padding, int64 of shape (rows,), of rows all of whose tokens are labels."""
+    return np.array([int((rows[number]["labels"] != IGNORED).sum()) for number in range(len(rows))], dtype=np.int64)
+
+
 def chosen_examples(lengths: Lengths) -> Sequence[int]:
     """The numbers of three rows that say most: the first, one of median length, and the longest; fewer where they are the same."""
     in_order = np.argsort(lengths, kind="stable")
     return list(dict.fromkeys([0, int(in_order[(len(lengths) - 1) // 2]), int(np.argmax(lengths))]))
 
 
-def learnt_spans(row: Mapping[str, Any], *, ignored: int) -> list[tuple[list[int], bool]]:
+def learnt_spans(row: Mapping[str, Any], *, shifted: bool) -> list[tuple[list[int], bool]]:
     """The tokens of a row in pieces that are learnt or not; where labels are not those of tokens, none is marked.
 
+    Args:
+        shifted: whether each token is told from those before it, so that nobody learns the first.
+
     >>> import torch
-    >>> learnt_spans({"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor([-100, -100, 7])}, ignored=-100)
+    >>> learnt_spans({"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor([5, -100, 7])}, shifted=True)
     [([5, 6], False), ([7], True)]
     """
     ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
     learns = (
-        [label != ignored for label in labels] if isinstance(labels, list) and len(labels) == len(ids) else [False] * len(ids)
+        [label != IGNORED for label in labels] if isinstance(labels, list) and len(labels) == len(ids) else [False] * len(ids)
     )
+    learns[:1] = [learns[0] and not shifted]
     pieces: list[tuple[list[int], bool]] = []
     for token, counts in zip(ids, learns, strict=True):
         if not pieces or pieces[-1][1] != counts:

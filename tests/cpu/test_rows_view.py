@@ -62,7 +62,7 @@ def test_the_first_row_one_of_median_length_and_the_longest_are_shown() -> None:
 
 def test_labels_that_are_not_those_of_tokens_mark_none() -> None:
     row = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor(1)}
-    assert learnt_spans(row, ignored=IGNORED) == [([5, 6], False)]
+    assert learnt_spans(row, shifted=False) == [([5, 6], False)]
 
 
 def printed(view: Any, width: int = 80) -> str:
@@ -101,6 +101,18 @@ def test_what_is_learnt_is_marked_without_colour_and_the_middle_of_a_long_row_is
     assert f"row 0: 2 tokens, to be written: {OPENS}c{CLOSES}" in printed(examples_view([(0, written)], BYTES))
 
 
+def test_of_text_the_first_token_is_learnt_by_nobody_and_letters_of_any_language_are_shown() -> None:
+    ids = BYTES.encode("a\u3000\u200c\u202eb")
+    row = {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
+    assert f"a{OPENS}\u3000\u200c\\u202eb{CLOSES}" in printed(examples_view([(0, row)], BYTES))
+    assert f"{OPENS}a\u3000" in printed(examples_view([(0, row)], BYTES, shifted=False))
+
+
+def test_rows_that_are_grouped_by_length_are_said_to_be() -> None:
+    text = " ".join(printed(rows_view("data", found(), [], "", micro_batch_size=1, grouped=True)).split())
+    assert "25.0 % of what is computed is padding, with rows grouped by length, in micro-batches of 1" in text
+
+
 def test_an_epoch_takes_its_steps() -> None:
     assert speed_sentence(1800, 2.0, "l4") == "About 1 h 00 min at the most on l4, as predicted."
 
@@ -133,6 +145,10 @@ def test_rows_of_a_file_are_shown_and_written(
     assert set(written) == {"data", "eval_data"}
     rows = written["data"]["rows"]
     assert written["data"]["tokens"] == pytest.approx(written["data"]["mean"] * rows)
+    if name == "book.txt":
+        # 26 characters, 30 times, of which a tenth is held out; each text ends, and the first token of a row has nothing before it.
+        assert written["data"]["tokens"] + written["eval_data"]["tokens"] == 26 * 30 + 2
+        assert written["data"]["learnt"] == written["data"]["tokens"] - rows
     if name == "chat.jsonl":
         assert written["data"]["reading"]["cut"] >= 1
         assert "lost)" in out
@@ -147,7 +163,7 @@ def test_rows_that_cannot_be_used_are_all_shown_and_end_in_an_error(tmp_path: Pa
     assert "line 2" in shown.out
     assert "line 3" in shown.out
     assert shown.err == (
-        "memtrain: 2 rows cannot be used, and training would stop for them: mend them, or set data.on_bad_row to skip.\n"
+        "memtrain: 2 rows cannot be used, and training would stop for that: mend what is named, or set data.on_bad_row to skip.\n"
     )
     assert run(tmp_path / "again", f"data.path={file}", "data.held_out=0", "data.on_bad_row=skip") == 0
 
